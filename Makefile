@@ -1,10 +1,16 @@
 # The two commands of the README are `make first-run` and `make test`; both stand on `make setup`.
 PYTHON ?= python3
 BIN := .venv/bin
-# Changes when what is installed should change, so that a second `make` installs nothing.
+# Exists only when an installation ran to its end, and is older than what should be installed when that changes:
+# a second `make` installs nothing, an interrupted one is repaired.
 STAMP := .venv/.installed
+# The stamp proves nothing when the command itself is gone.
+ifeq ($(wildcard $(BIN)/lohan),)
+$(STAMP): again
+endif
 
-.PHONY: setup first-run test clean help
+.PHONY: help setup first-run test clean again
+.DEFAULT_GOAL := help
 
 help:
 	@echo "make first-run   set up and run lohan on its built-in example"
@@ -15,12 +21,21 @@ help:
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "lohan needs Python 3.11 or newer and there is no '$(PYTHON)'. Install it, or name it: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "lohan needs Python 3.11 or newer and '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Name a newer one: make setup PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "'$(PYTHON)' cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	@# A .venv whose interpreter is gone or without pip was cut off in the making, or moved: start it afresh.
+	@$(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Making .venv"; $(PYTHON) -m venv --clear .venv; }
+	@echo "Installing lohan and what it needs into .venv (a few minutes on a slow line)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
 first-run: setup
-	$(BIN)/lohan first-run
+	@$(BIN)/lohan first-run
 
 test: setup
 	$(BIN)/ruff check src tests benchmarks
@@ -29,4 +44,4 @@ test: setup
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

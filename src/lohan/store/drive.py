@@ -119,12 +119,22 @@ def order_drives(directories: list[Path], headers: list[Header]) -> list[tuple[P
     return sorted(zip(directories, headers, strict=True), key=lambda pair: pair[1].drive)
 
 
+def is_open_here(files: Files, directory: Path) -> bool:
+    """Whether this process holds the directory's lock."""
+    with _open_here_guard:
+        return _lock_key(files, directory) in _open_here
+
+
+def _lock_key(files: Files, directory: Path) -> str:
+    return f"{id(files) if type(files) is not Files else ''}{files.identity(directory)}"
+
+
 class DriveLock:
     """The right to write in a drive directory, for one process. Gone with the process, however it ends."""
 
     def __init__(self, files: Files, directory: Path):
         self._files = files
-        self._key = f"{id(files) if type(files) is not Files else ''}{files.identity(directory)}"
+        self._key = _lock_key(files, directory)
         with _open_here_guard:
             if self._key in _open_here:
                 raise StoreLocked(f"{directory} is already open in this process. Close that store first.")

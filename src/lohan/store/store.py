@@ -122,6 +122,11 @@ class Store:
         """The store's random name, the same on all its drives."""
         return self.drives[0].header.store
 
+    @property
+    def torn(self) -> bool:
+        """Whether a step is half written over the committed one: only with versions: 1, seen by a reader."""
+        return self._manifest.dirty
+
     def is_written(self, name: str) -> bool:
         """Whether every byte of a record has a value."""
         index = self.layout.record(name)

@@ -103,7 +103,9 @@ def judge_place(facts: DriveFacts) -> list[Finding]:
         directory = Finding(name="directory", path=facts.path, value="exists and is writable")
     findings = [directory]
     if facts.mount is not None:
-        findings += [_filesystem(facts, facts.mount), _disk(facts, facts.mount)]
+        findings.append(_filesystem(facts, facts.mount))
+        if kind_of(facts.mount.filesystem) != "ram":
+            findings.append(_disk(facts, facts.mount))
         findings.append(_space(facts))
     return findings
 
@@ -156,8 +158,8 @@ def _disk(facts: DriveFacts, mount: Mount) -> Finding:
     verdict, advice, value = Verdict.OK, "", names
     if facts.rotational:
         verdict, value = Verdict.WARNING, f"{names}, a spinning disk"
-        advice = "A spinning disk is 10 to 50 times slower than an SSD. (Virtual machines may call an SSD spinning.)"
-    if facts.on_root_mount and kind_of(mount.filesystem) != "ram":
+        advice = "A spinning disk is 10 to 50 times slower than an SSD: give a directory on an SSD."
+    if facts.on_root_mount:
         verdict, value = Verdict.WARNING, f"{value}: the system's own disk"
         advice = (
             "Did you forget to mount your drive? This path is a plain folder on the root filesystem; `lsblk` lists "

@@ -122,7 +122,12 @@ def _disks(entry: Path) -> frozenset[str]:
 
 
 def is_rotational(disk: str, sys: Path = Path("/sys")) -> bool | None:
-    """Whether the kernel takes this disk for one with spinning platters; None if it does not say."""
+    """Whether the kernel takes this disk for one with spinning platters; None if it does not know.
+
+    A virtual machine's disk (vda, xvda) calls itself spinning whatever the host has, so it is not believed.
+    """
+    if disk.startswith(("vd", "xvd")):
+        return None
     try:
         return (sys / "block" / disk / "queue" / "rotational").read_text().strip() == "1"
     except OSError:

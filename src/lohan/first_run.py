@@ -1,0 +1,341 @@
+"""The first run: a store round trip anyone can watch, with nothing to download and nothing to configure.
+
+Records of unlike sizes are written over two directories through a staging arena, committed, and read back to
+the bit. Then a second process starts the next step and is killed in the middle of it, and the committed step
+must still be there, to the bit. Works in a folder of its own and touches nothing else.
+
+    python -m lohan.first_run DIR_A DIR_B      the writer that gets killed; not for people
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lohan.errors import ConfigError, LohanError, StoreLocked
+from lohan.sizes import format_bytes
+from lohan.store import Arena, Files, Handle, RecordSpec, Slab, Store, create_store, open_arena, open_store, round_up
+
+MARK_NAME = ".lohan-first-run"
+DRIVE_NAMES = ("drive-a", "drive-b")
+MIN_BYTES = 8 << 20
+_IN_FLIGHT = 4
+# The first steps fill both versions, so that the last one is timed on places written before, like any real step.
+_STEPS = 3
+# The writer that waits to be killed ends by itself after this, should nobody kill it.
+_WRITER_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a first run found out."""
+
+    record_bytes: int
+    num_records: int
+    step: int
+    write_rate: float
+    read_rate: float
+    direct: bool
+    killed_after_bytes: int
+    """What the killed writer had written of the step that was never committed."""
+
+    arena_bytes: int
+    seconds: float
+
+
+def make_records(num_bytes: int) -> list[RecordSpec]:
+    """About `num_bytes` in records as unlike as a model's: one large, groups of odd sizes, and tiny ones."""
+    quarter = num_bytes // 4
+    records = [RecordSpec(name="embedding", num_bytes=quarter)]
+    block = (num_bytes - quarter) // 6
+    for index in range(6):
+        group = f"block.{index}"
+        sizes = {"norm": 4095 + index, "attention": block // 3 + 17, "mlp": block - block // 3 - 5000, "bias": 100}
+        records += [RecordSpec(name=f"{group}.{name}", num_bytes=size, group=group) for name, size in sizes.items()]
+    return records
+
+
+def fill(view: memoryview, record: int, step: int) -> None:
+    """Bytes that differ from place to place, record to record and step to step, faster than any drive."""
+    words = np.frombuffer(view, np.uint64)
+    np.multiply(_counting(len(words)), np.uint64(0x9E3779B97F4A7C15), out=words)
+    np.bitwise_xor(words, np.uint64(record * 0x100000001B3 + step * 0xC2B2AE3D27D4EB4F & (1 << 64) - 1), out=words)
+
+
+_counts: npt.NDArray[np.uint64] = np.arange(0, dtype=np.uint64)
+
+
+def _counting(length: int) -> npt.NDArray[np.uint64]:
+    global _counts
+    if len(_counts) < length:
+        _counts = np.arange(length, dtype=np.uint64)
+    return _counts[:length]
+
+
+class Busy:
+    """An observer of the store that knows how long it was really reading or writing."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[tuple[float, float]]] = {"read": [], "write": []}
+        self._bytes = {"read": 0, "write": 0}
+
+    def __call__(self, kind: str, drive: int, record: str, num_bytes: int, started: float, ended: float) -> None:
+        self._spans[kind].append((started, ended))
+        self._bytes[kind] += num_bytes
+
+    def rate(self, kind: str) -> float:
+        """Bytes per second while at least one request was under way."""
+        busy, reached = 0.0, 0.0
+        for started, ended in sorted(self._spans[kind]):
+            busy += max(0.0, ended - max(started, reached))
+            reached = max(reached, ended)
+        return self._bytes[kind] / max(busy, 1e-9)
+
+
+def write_step(store: Store, arena: Arena, step: int, tell: Callable[[int], None] = lambda _: None) -> None:
+    """Write all records of a step, several at once; `tell` hears the bytes of each one written."""
+
+    def start(index: int) -> tuple[Handle, Slab]:
+        record = store.layout.records[index]
+        slab = arena.lease(record.num_bytes)
+        fill(slab.padded, index, step)
+        return store.write(record.name, slab.padded), slab
+
+    def done(index: int, slab: Slab) -> None:
+        tell(slab.num_bytes)
+
+    _in_flight(store, start, done)
+
+
+def check_step(store: Store, arena: Arena, step: int) -> None:
+    """Read all records, several at once, and compare every byte. LohanError if one differs."""
+
+    def start(index: int) -> tuple[Handle, Slab]:
+        record = store.layout.records[index]
+        slab = arena.lease(record.num_bytes)
+        return store.read(record.name, slab.padded), slab
+
+    def done(index: int, slab: Slab) -> None:
+        record = store.layout.records[index]
+        expected = memoryview(bytearray(round_up(record.num_bytes)))
+        fill(expected, index, step)
+        if not np.array_equal(
+            np.frombuffer(slab.view, np.uint8), np.frombuffer(expected[: record.num_bytes], np.uint8)
+        ):
+            raise LohanError(f"Record {record.name!r} of step {step} came back different. This must never happen.")
+
+    _in_flight(store, start, done)
+
+
+def _in_flight(store: Store, start: Callable[[int], tuple[Handle, Slab]], done: Callable[[int, Slab], None]) -> None:
+    pending: deque[tuple[int, Handle, Slab]] = deque()
+
+    def finish() -> None:
+        index, handle, slab = pending.popleft()
+        try:
+            handle.wait()
+            done(index, slab)
+        finally:
+            slab.release()
+
+    try:
+        for index in range(len(store.layout.records)):
+            if len(pending) == _IN_FLIGHT:
+                finish()
+            pending.append((index, *start(index)))
+        while pending:
+            finish()
+    finally:
+        store.drain()  # after an error, nothing may still be moving in memory that is given back
+        for _, _, slab in pending:
+            slab.release()
+
+
+@contextmanager
+def own_folder(folder: Path, *, keep: bool) -> Iterator[list[Path]]:
+    """Two empty drive directories in a folder of our own, removed at the end unless `keep`.
+
+    A folder that was not made by a first run is refused, and only what a first run makes is ever removed.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file. Give another folder with --directory.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK_NAME).exists():
+        raise ConfigError(f"{folder} is not empty and was not made by a first run. Give a new folder with --directory.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = Files().lock(folder / MARK_NAME)
+    except BlockingIOError:
+        raise StoreLocked(f"Another first run is at work in {folder}. Wait for its end, or give --directory.") from None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used: {error.strerror}. Give another folder with --directory.") from None
+    drives = [folder / name for name in DRIVE_NAMES]
+    try:
+        _remove(drives)
+        for drive in drives:
+            drive.mkdir()
+        yield drives
+    finally:
+        if not keep:
+            _remove(drives)
+            (folder / MARK_NAME).unlink(missing_ok=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        Files().close(lock)
+
+
+def _remove(drives: Sequence[Path]) -> None:
+    for drive in drives:
+        if drive.is_symlink():
+            drive.unlink()
+        elif drive.exists():
+            shutil.rmtree(drive)
+
+
+def kill_a_writer(drives: Sequence[Path]) -> int:
+    """Start a process that writes the next step, SIGKILL it in mid-write; returns how much it had written."""
+    command = [sys.executable, "-m", "lohan.first_run", *map(str, drives)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        try:
+            line = writer.stdout.readline()
+            if not line:
+                raise LohanError(f"The writer that was to be killed ended by itself (exit code {writer.wait()}).")
+            time.sleep(0.1)  # it goes on writing; somewhere in there it dies
+        finally:
+            writer.send_signal(signal.SIGKILL)
+        rest = writer.stdout.read().split()
+    return int(rest[-1] if rest else line)
+
+
+def _be_killed(drives: Sequence[str]) -> None:
+    """The writer: one uncommitted step, written over and over until the end comes."""
+    ends = time.monotonic() + _WRITER_SECONDS
+    written = 0
+
+    def tell(num_bytes: int) -> None:
+        nonlocal written
+        written += num_bytes
+        if written >= 1 << 20:
+            print(written, flush=True)
+
+    with open_store(drives) as store, open_arena(_arena_bytes(store.layout.records)) as arena:
+        assert store.committed_step is not None
+        store.begin(store.committed_step + 1)
+        while time.monotonic() < ends:
+            write_step(store, arena, store.committed_step + 1, tell)
+
+
+def _arena_bytes(records: Sequence[RecordSpec]) -> int:
+    """The largest record and the next ones beside it, so that several are always under way."""
+    sizes = sorted((round_up(record.num_bytes) for record in records), reverse=True)
+    return sum(sizes[:_IN_FLIGHT])
+
+
+def round_trip(drives: Sequence[Path], num_bytes: int, say: Callable[[str], None]) -> Summary:
+    """Everything the first run does, in two empty directories."""
+    started = time.perf_counter()
+    records = make_records(num_bytes)
+    arena_bytes = _arena_bytes(records)
+    total = sum(record.num_bytes for record in records)
+    say(f"Creating a store for {format_bytes(total)} over two directories")
+    create_store(drives, records, versions=2, weights=[1.0, 1.0])
+    busy = Busy()
+    with open_arena(arena_bytes) as arena:
+        for step in range(1, _STEPS + 1):
+            say(f"Writing and committing step {step} of {_STEPS}")
+            last = step == _STEPS
+            with open_store(drives, observer=busy if last else None) as store:
+                store.begin(step)
+                write_step(store, arena, step)
+                store.commit(step, {"note": "first run"}).wait()
+        say("Killing a process in the middle of the next step")
+        killed_after = kill_a_writer(drives)
+        say("Opening the store again and comparing every byte")
+        with open_store(drives, observer=busy) as store:
+            if store.committed_step != _STEPS:
+                raise LohanError(
+                    f"The store holds step {store.committed_step} and {_STEPS} was committed. This must never happen."
+                )
+            check_step(store, arena, _STEPS)
+            direct = all(drive.direct for drive in store.drives)
+    return Summary(
+        record_bytes=total,
+        num_records=len(records),
+        step=_STEPS,
+        write_rate=busy.rate("write"),
+        read_rate=busy.rate("read"),
+        direct=direct,
+        killed_after_bytes=killed_after,
+        arena_bytes=arena_bytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def run(folder: Path, num_bytes: int, *, keep: bool) -> None:
+    """`lohan first-run`."""
+    if num_bytes < MIN_BYTES:
+        raise ConfigError(f"--size is {format_bytes(num_bytes)}; give at least {format_bytes(MIN_BYTES)}, like 8MiB.")
+    console = Console()
+    with own_folder(folder, keep=keep) as drives:
+        with console.status("") as status:
+            summary = round_trip(drives, num_bytes, lambda text: status.update(text))
+    _print(console, summary)
+    _print_next(console, [folder / name for name in DRIVE_NAMES] if keep else None)
+
+
+def _print(console: Console, summary: Summary) -> None:
+    how = "direct I/O" if summary.direct else "buffered: the filesystem refuses direct I/O"
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    size = format_bytes(summary.record_bytes)
+    rows = [
+        ("store", f"{size} in {summary.num_records} records over 2 directories, 2 versions"),
+        ("staging", f"{format_bytes(summary.arena_bytes)} of RAM, {_IN_FLIGHT} records under way at once"),
+        ("write", f"{format_bytes(summary.write_rate)}/s with checksums ({how})"),
+        ("read", f"{format_bytes(summary.read_rate)}/s with checksums verified"),
+        (
+            "kill -9",
+            f"a writer died after {format_bytes(summary.killed_after_bytes)} of step {summary.step + 1}, not committed",
+        ),
+        ("reopened", f"step {summary.step} is whole: all {size} match, to the bit"),
+    ]
+    for name, value in rows:
+        table.add_row(f"[green]ok[/]  [bold]{name}[/]", value)
+    console.print(f"[bold]lohan works here[/] ({summary.seconds:.1f} s)\n", highlight=False)
+    console.print(table, highlight=False)
+
+
+def _print_next(console: Console, kept: list[Path] | None) -> None:
+    console.print("\n[bold]Next[/]", highlight=False)
+    # `make first-run` calls the command in .venv, where a new user's shell would not find it.
+    lohan = "lohan" if shutil.which("lohan") else os.path.relpath(sys.argv[0])
+    commands = [
+        (f"{lohan} doctor /path/on/ssd", "is that drive fit for a run?"),
+        (f"{lohan} first-run --directory /path/on/ssd/first --size 4GiB", "the same on that drive"),
+    ]
+    if kept:
+        directories = " ".join(map(str, kept))
+        commands = [(f"{lohan} store info {directories}", ""), (f"{lohan} store verify {directories}", ""), *commands]
+    else:
+        commands.append((f"{lohan} first-run --keep", "leaves the store there to look at"))
+    for command, why in commands:
+        reason = f"  [dim]# {escape(why)}[/]" if why else ""
+        console.print(f"  {escape(command)}{reason}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    _be_killed(sys.argv[1:])

@@ -121,7 +121,8 @@ class Layout:
     def file_offsets(self, chunks: slice, slots: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
         """The place of each chunk in its drive's data file, given the slot each one is in."""
         region = np.asarray(self.region_bytes, np.int64)[self.chunk_drive[chunks]]
-        slot = np.where(self.chunk_scratch[chunks], np.int64(self.versions), slots.astype(np.int64))
+        slot = slots.astype(np.int64)
+        slot[self.chunk_scratch[chunks]] = self.versions
         places: npt.NDArray[np.int64] = self.chunk_offset[chunks] + slot * region
         return places
 

@@ -19,6 +19,10 @@ class PlanInfeasible(LohanError):
     """The budgets cannot hold the run."""
 
 
+class ModelError(LohanError):
+    """A model, or the folder it comes from or goes to, that cannot be used as it is."""
+
+
 class ArenaError(LohanError):
     """A lease that can never fit, or an arena that is closed."""
 

@@ -16,7 +16,9 @@ Pure: no files, no clock. The layout is decided once, when the store is created,
 
 from __future__ import annotations
 
+import heapq
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -255,33 +257,32 @@ def make_layout(
     _check_shape(chunk_bytes, versions, len(weights), error=ConfigError)
     if any(not (0 < w < float("inf")) for w in weights):
         raise ConfigError(f"Drive weights are {list(weights)}; each must be a positive number.")
-    total = float(sum(weights))
-    shares = [w / total for w in weights]
     region, scratch = [0] * len(weights), [0] * len(weights)
-    lag = [0.0] * len(weights)  # bytes each drive is behind its share of what was dealt so far
-    drives: list[int] = []
-    offsets: list[int] = []
-    here, run = 0, chunk_bytes  # start as if a run had just ended
+    # When each drive's next run is half done, on a clock where a drive with weight w moves w bytes per second. The
+    # drive with the earliest such time is furthest behind: the deviation from the shares stays within a few runs.
+    clock = [(chunk_bytes / 2 / w, d) for d, w in enumerate(weights)]
+    heapq.heapify(clock)
+    # A store of terabytes has millions of chunks: machine integers here, not Python's.
+    drives, offsets = array("B"), array("q")
+    here, run = clock[0][1], 0
     for r in records:
         used = scratch if r.scratch else region
         for start in range(0, r.num_bytes, chunk_bytes):
-            size = round_up(min(chunk_bytes, r.num_bytes - start))
+            size = min(chunk_bytes, -(-(r.num_bytes - start) // PAGE_BYTES) * PAGE_BYTES)
             if run + size > chunk_bytes:
-                here, run = max(range(len(lag)), key=lambda d: (lag[d] + shares[d] * size, -d)), 0
+                heapq.heapreplace(clock, (clock[0][0] + run / weights[here], here))
+                here, run = clock[0][1], 0
             drives.append(here)
             offsets.append(used[here])
             used[here] += size
             run += size
-            for d, share in enumerate(shares):
-                lag[d] += share * size
-            lag[here] -= size
     return Layout(
         records=records,
         chunk_bytes=chunk_bytes,
         versions=versions,
         num_drives=len(weights),
-        chunk_drive=np.array(drives, np.uint8),
-        chunk_offset=np.array(offsets, np.int64),
+        chunk_drive=np.frombuffer(drives, np.uint8),
+        chunk_offset=np.frombuffer(offsets, np.int64),
         region_bytes=region,
         scratch_bytes=scratch,
     )

@@ -322,7 +322,9 @@ def _print(console: Console, summary: Summary) -> None:
 def _print_next(console: Console, kept: list[Path] | None) -> None:
     console.print("\n[bold]Next[/]", highlight=False)
     # `make first-run` calls the command in .venv, where a new user's shell would not find it.
-    lohan = "lohan" if shutil.which("lohan") else min(sys.argv[0], os.path.relpath(sys.argv[0]), key=len)
+    here = sys.argv[0]
+    hidden = Path(here).name == "lohan" and not shutil.which("lohan")
+    lohan = min(here, os.path.relpath(here), key=len) if hidden else "lohan"
     commands = [
         (f"{lohan} doctor /path/on/ssd", "is that drive fit for a run?"),
         (f"{lohan} first-run --directory /path/on/ssd/first --size 4GiB", "the same on that drive"),

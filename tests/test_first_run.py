@@ -1,0 +1,121 @@
+"""The first run works, cleans up after itself, and touches nothing that is not its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lohan import first_run
+from lohan.errors import ConfigError, LohanError, StoreLocked
+from lohan.store import Files, create_store, open_arena, open_store
+from lohan.store.report import describe_store, verify_directories
+
+SIZE = 8 << 20
+
+
+def test_the_whole_first_run(tmp_path, capsys):
+    first_run.run(tmp_path / "own", SIZE, keep=False)
+    out = capsys.readouterr().out
+    for words in ("step 3 is whole", "to the bit", "a writer died after", "lohan doctor", "B/s"):
+        assert words in out
+    assert not (tmp_path / "own").exists()
+
+
+def test_it_can_be_kept_looked_at_and_repeated(tmp_path, capsys):
+    for _ in range(2):
+        first_run.run(tmp_path / "own", SIZE, keep=True)
+        drives = [tmp_path / "own" / name for name in first_run.DRIVE_NAMES]
+        assert describe_store(drives)["committed_step"] == 3
+        assert verify_directories(drives)["problems"] == []
+    json.dumps(describe_store(drives))
+    assert f"store verify {drives[0]} {drives[1]}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_folder_that_is_not_its_own_is_refused_and_left_alone(tmp_path):
+    precious = tmp_path / "drive-a" / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    with pytest.raises(ConfigError, match="not made by a first run"):
+        first_run.run(tmp_path, SIZE, keep=False)
+    assert precious.read_text() == "mine"
+
+
+def test_what_others_put_into_its_folder_stays(tmp_path):
+    folder = tmp_path / "own"
+    with first_run.own_folder(folder, keep=True):
+        (folder / "notes.txt").write_text("mine")
+    with first_run.own_folder(folder, keep=False):
+        pass
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_link_in_place_of_a_drive_is_removed_and_not_followed(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious.txt").write_text("mine")
+    with first_run.own_folder(tmp_path / "own", keep=True) as drives:
+        drives[0].rmdir()
+        drives[0].symlink_to(target)
+    with first_run.own_folder(tmp_path / "own", keep=False):
+        pass
+    assert (target / "precious.txt").read_text() == "mine"
+
+
+def test_a_file_in_its_place_is_refused(tmp_path):
+    (tmp_path / "own").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        first_run.run(tmp_path / "own", SIZE, keep=False)
+
+
+def test_its_folder_goes_even_when_the_run_fails(tmp_path):
+    def fail() -> None:
+        with first_run.own_folder(tmp_path / "own", keep=False):
+            raise LohanError("no")
+
+    with pytest.raises(LohanError, match="no"):
+        fail()
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_second_first_run_in_the_same_folder_is_turned_away(tmp_path, monkeypatch):
+    def taken(self: Files, path: Path) -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(Files, "lock", taken)
+    with pytest.raises(StoreLocked, match="Another first run"):
+        first_run.run(tmp_path / "own", SIZE, keep=False)
+
+
+def test_a_size_too_small_to_mean_anything_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="at least"):
+        first_run.run(tmp_path / "own", 1, keep=False)
+
+
+def test_a_record_that_comes_back_different_is_noticed(tmp_path):
+    records = first_run.make_records(SIZE)
+    create_store([tmp_path / "a"], records)
+    with open_store([tmp_path / "a"]) as store, open_arena(SIZE) as arena:
+        store.begin(1)
+        first_run.write_step(store, arena, 1)
+        first_run.check_step(store, arena, 1)
+        with pytest.raises(LohanError, match="'embedding' of step 2 came back different"):
+            first_run.check_step(store, arena, 2)
+
+
+def test_records_are_unlike_and_add_up():
+    records = first_run.make_records(512 << 20)
+    sizes = [record.num_bytes for record in records]
+    assert sum(sizes) == pytest.approx(512 << 20, rel=0.001)
+    assert min(sizes) == 100
+    assert max(sizes) == 128 << 20
+    assert any(size % 4096 for size in sizes)
+
+
+def test_the_rate_counts_overlapping_requests_once():
+    busy = first_run.Busy()
+    busy("read", 0, "r", 100, 1.0, 2.0)
+    busy("read", 1, "r", 100, 1.5, 3.0)
+    busy("read", 0, "r", 100, 10.0, 11.0)
+    assert busy.rate("read") == pytest.approx(300 / 3)

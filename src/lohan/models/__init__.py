@@ -1,0 +1,3 @@
+"""From nn.Module to units that can be streamed; Hugging Face folders in and out."""
+
+from __future__ import annotations

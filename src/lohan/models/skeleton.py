@@ -1,0 +1,185 @@
+"""A Hugging Face model without its weights: parameters on the meta device, buffers with their real values.
+
+build_skeleton() reads config.json and nothing else of the folder, and its memory does not depend on the size of
+the model. Buffers (rotary tables, embedding scales) are computed by the model's own constructor, in the dtype
+from_pretrained would give them; only persistent buffers may still be on meta afterwards, since their values come
+from the checkpoint. The random state of the process is left as it was.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from lohan.errors import ModelError
+
+_LARGE_ELEMENTS = 1 << 24
+"""Factories above this go to meta at once. No rotary table comes near it; a parameter does, and would be real
+for the moment between its creation and its registration."""
+
+_SIZED_FACTORIES: frozenset[Callable[..., Any]] = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye}
+)
+
+
+def build_skeleton(
+    folder: Path,
+    *,
+    compute_dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The model that config.json describes, in training mode, with use_cache off and every parameter on meta.
+
+    Parameters get compute_dtype, except those the architecture insists on keeping in fp32.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(folder, trust_remote_code)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.use_cache = False
+        part.output_hidden_states = False
+
+    with torch.random.fork_rng(devices=[]), parameters_on_meta():
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config,
+                dtype=compute_dtype,
+                trust_remote_code=trust_remote_code,
+                **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
+            )
+        except (ValueError, ImportError, NotImplementedError) as error:
+            raise ModelError(
+                f"{folder} cannot be built as a causal language model (model_type {config.model_type!r}): {error}\n"
+                f"lohan trains what AutoModelForCausalLM.from_config accepts; check config.json"
+                + ("." if attn_implementation is None else f" and attn_implementation={attn_implementation!r}.")
+            ) from error
+    _move_parameters_to_meta(model, _fp32_patterns(model, compute_dtype))
+    _refuse_lost_buffers(model, folder)
+    model.train()
+    return model
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside, by this thread, have their parameters on meta the moment they are registered."""
+    thread = threading.get_ident()
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        # The hook is process-wide; another thread may be building a real module right now.
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
+            return None
+        return _meta_like(parameter, parameter.dtype)
+
+    # torch types the return of the hook as None, but documents and uses it as the replacement.
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        with _LargeFactoriesOnMeta():
+            yield
+    finally:
+        hook.remove()
+
+
+class _LargeFactoriesOnMeta(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if (
+            func in _SIZED_FACTORIES
+            and options.get("device") is None
+            and _num_elements(func, args, options) > _LARGE_ELEMENTS
+        ):
+            options["device"] = torch.device("meta")
+        return func(*args, **options)
+
+
+def _num_elements(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> int:
+    if func is torch.eye:
+        numbers = [size for size in (*args, options.get("n"), options.get("m")) if isinstance(size, int)]
+        return numbers[0] * numbers[-1] if numbers else 0
+    size = args[0] if args else options.get("size", ())
+    if isinstance(size, int):
+        size = [size] if func is torch.full else [number for number in args if isinstance(number, int)]
+    return prod(size) if isinstance(size, (tuple, list)) else 0
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} has no config.json, so it is not a Hugging Face model folder.\n"
+            f"Give the folder that holds config.json and the *.safetensors files."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read as a model config: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        method = getattr(config.quantization_config, "quant_method", None)
+        if method is None and isinstance(config.quantization_config, dict):
+            method = config.quantization_config.get("quant_method", "unknown")
+        raise ModelError(
+            f"{folder} holds quantized weights ({method}), and all parameters are trained in full precision here.\n"
+            f"Load it once with transformers, dequantized (MXFP4: quantization_config=Mxfp4Config(dequantize=True)), "
+            f"save it with save_pretrained, and use that folder."
+        )
+    return config
+
+
+def _fp32_patterns(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """What from_pretrained keeps in fp32 when asked for this dtype (transformers' _get_dtype_plan)."""
+    patterns: set[str] = set()
+    if dtype == torch.float16:
+        patterns.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return [pattern.replace("*", ".*") for pattern in sorted(patterns)]
+
+
+def _move_parameters_to_meta(model: nn.Module, fp32_patterns: list[str]) -> None:
+    replaced: dict[int, nn.Parameter] = {}
+    kept: list[nn.Parameter] = []  # ids in `replaced` stay unique only while these live
+    for path, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            full_name = f"{path}.{name}" if path else name
+            keep_fp32 = any(re.search(pattern, full_name) for pattern in fp32_patterns)
+            dtype = torch.float32 if keep_fp32 and parameter.is_floating_point() else parameter.dtype
+            if id(parameter) not in replaced:
+                kept.append(parameter)
+                replaced[id(parameter)] = _meta_like(parameter, dtype)
+            module._parameters[name] = replaced[id(parameter)]
+
+
+def _meta_like(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _refuse_lost_buffers(model: nn.Module, folder: Path) -> None:
+    persistent = set(model.state_dict(keep_vars=True))
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in persistent]
+    if lost:
+        raise ModelError(
+            f"{folder}: the model makes {'these buffers' if len(lost) > 1 else 'this buffer'} too large to build "
+            f"without its weights (more than {_LARGE_ELEMENTS:,} elements): {', '.join(lost)}.\n"
+            f"The checkpoint does not hold {'them' if len(lost) > 1 else 'it'} either. A smaller "
+            f"max_position_embeddings in config.json makes such tables smaller."
+        )

@@ -23,6 +23,10 @@ class ModelError(LohanError):
     """A model, or the folder it comes from or goes to, that cannot be used as it is."""
 
 
+class DeviceOutOfMemory(LohanError):
+    """The device's memory budget cannot hold what was asked for now."""
+
+
 class ArenaError(LohanError):
     """A lease that can never fit, or an arena that is closed."""
 

@@ -1,0 +1,1 @@
+"""Runs a Schedule: lanes that move bytes, compute and update at the same time."""

@@ -27,11 +27,13 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "lohan needs Python 3.11 or newer and '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Name a newer one: make setup PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "'$(PYTHON)' cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
-	@# A .venv whose interpreter is gone or without pip was cut off in the making, or moved: start it afresh.
-	@$(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	@# A .venv that was cut off in the making, or has lost its interpreter, starts afresh: half a package can look whole.
+	@{ test ! -e .venv/.installing && $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; } || { \
 		echo "Making .venv"; $(PYTHON) -m venv --clear .venv; }
+	@touch .venv/.installing
 	@echo "Installing lohan and what it needs into .venv (a few minutes on a slow line)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@rm .venv/.installing
 	@touch $(STAMP)
 
 first-run: setup

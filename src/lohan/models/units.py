@@ -221,7 +221,7 @@ def _refuse_unstreamable_usage(usage: Mapping[str, Usage], held: list[_Held], bl
             raise ModelError(
                 f"{name} is used between blocks: after {min(used.between)} of the blocks in {blocks_name} have run.\n"
                 f"Parameters outside the blocks can be used before the first block and after the last. Move the "
-                f"module that holds it into a block, or name another list of blocks."
+                f"module that holds it into a block, or compute what the blocks need of it before the first one."
             )
         if one.block is not None and (used.before or used.between or used.after):
             raise ModelError(

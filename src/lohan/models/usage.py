@@ -80,6 +80,7 @@ class _Run:
         self.usage = {name: Usage() for name in places}
         self.calls: list[int] = []
         self._inside: int | None = None
+        self._arguments: set[int] = set()
         self._names: dict[int, str] = {}
         self._outputs: dict[type, Any] = {}
 
@@ -115,6 +116,10 @@ class _Run:
         real_forward = block.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # A parameter handed to a block as it is counts as used by the one who hands it over.
+            self._arguments = {id(argument) for argument in tree_iter((args, kwargs))}
+            for argument in tree_iter((args, kwargs)):
+                self._note(argument)
             self.calls.append(index)
             if stand_in == "block":
                 if type(block) not in self._outputs:
@@ -135,7 +140,8 @@ class _Run:
             return
         usage = self.usage[name]
         if self._inside is not None:
-            usage.inside.add(self._inside)
+            if id(argument) not in self._arguments:
+                usage.inside.add(self._inside)
         elif not self.calls:
             usage.before = True
         elif len(self.calls) < len(self.blocks):

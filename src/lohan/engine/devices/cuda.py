@@ -135,7 +135,7 @@ class CudaDevice(Device):
             result = runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)
         if result != runtime.cudaError.success:
             raise ConfigError(
-                f"CUDA could not page-lock {format_bytes(memory.nbytes)} of host memory ({result}). "
+                f"CUDA could not page-lock {format_bytes(memory.nbytes)} of host memory (error {int(result)}). "
                 f"Lower host_memory, or raise the limit on locked memory (ulimit -l)."
             )
         self._pinned[address] = memory.nbytes
@@ -165,6 +165,8 @@ class CudaDevice(Device):
                 self.synchronize()
         finally:
             self._streams.clear()
+            if self._limit is not None:
+                torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)  # it outlives this object
             for address in list(self._pinned):
                 self._unregister(address)
 
@@ -181,7 +183,9 @@ class CudaDevice(Device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             result = runtime.cudaHostUnregister(address)
         if result != runtime.cudaError.success:
-            raise RuntimeError(f"cudaHostUnregister failed ({result}): was the memory unmapped before unpin()?")
+            raise RuntimeError(
+                f"cudaHostUnregister failed (error {int(result)}): was the memory unmapped before unpin()?"
+            )
 
     def _out_of_memory(self, what: str) -> DeviceOutOfMemory:
         free, total = torch.cuda.mem_get_info(self.torch_device)

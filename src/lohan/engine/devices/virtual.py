@@ -175,7 +175,9 @@ class VirtualDevice(Device):
             return
         lane = getattr(self._here, "lane", None) or "none"
         # From the seed and the lane's name only: how the threads interleave must not change what a lane draws.
-        delays = self._delays.setdefault(lane, random.Random(f"{self.options.delay_seed}/{lane}"))
+        delays = self._delays.get(lane)
+        if delays is None:
+            delays = self._delays.setdefault(lane, random.Random(f"{self.options.delay_seed}/{lane}"))
         # Cubed (picked by feel): mostly short, now and then the whole length, so lanes overtake each other far.
         self._pause(self.options.max_delay_seconds * delays.random() ** 3)
 

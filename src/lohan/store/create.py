@@ -65,7 +65,10 @@ def create_store(
     except BaseException:
         if made:
             for path in paths:
-                _remove(files, path)
+                try:
+                    _remove(files, path)
+                except OSError:
+                    pass  # the drive is broken, and the error under way says so
         raise
     finally:
         for lock in locks:
@@ -75,7 +78,9 @@ def create_store(
 def _prepare(files: Files, paths: list[Path]) -> None:
     for path in paths:
         try:
-            files.make_directory(path)
+            if not files.is_directory(path):
+                files.make_directory(path)
+                files.sync_directory(path.parent)
         except FileNotFoundError:
             raise StoreMissing(
                 f"{path.parent} does not exist. Mount the drive or make the directory, then repeat the command."
@@ -100,8 +105,11 @@ def _store_files(files: Files, path: Path) -> list[Path]:
 
 
 def _clear_unfinished(files: Files, path: Path) -> None:
-    for leftover in _store_files(files, path):
-        files.remove(leftover)
+    try:
+        for leftover in _store_files(files, path):
+            files.remove(leftover)
+    except OSError as error:
+        raise describe(error, "clearing an unfinished store", path) from error
 
 
 def _remove(files: Files, path: Path) -> None:

@@ -30,8 +30,9 @@ from lohan.errors import (
 from lohan.sizes import format_bytes
 from lohan.store.arena import PAGE_BYTES, map_memory
 from lohan.store.files import Files
+from lohan.store.layout import MAX_DRIVES
 from lohan.store.queues import Queue
-from lohan.store.sealed import HEADER
+from lohan.store.sealed import HEADER, UNUSABLE
 from lohan.store.transfer import describe
 from lohan.store.twins import Twins
 
@@ -64,8 +65,10 @@ class Header:
     def from_bytes(cls, payload: bytes) -> Header:
         header = cls(**json.loads(payload))
         numbers = [getattr(header, name) for name in cls.__slots__ if name != "store"]
-        if any(type(n) is not int or n < 0 for n in numbers) or not 0 <= header.drive < header.num_drives:
-            raise ValueError("its numbers make no sense")
+        if any(type(n) is not int or n < 0 for n in numbers) or type(header.store) is not str:
+            raise ValueError("its values make no sense")
+        if not header.drive < header.num_drives <= MAX_DRIVES:
+            raise ValueError(f"it calls itself drive {header.drive} of {header.num_drives}")
         return header
 
 
@@ -88,7 +91,7 @@ def read_header(files: Files, directory: Path, *, repair: bool) -> tuple[Header,
     page = twins.read(repair=repair)
     try:
         return Header.from_bytes(page.payload), twins.notes
-    except (ValueError, TypeError, KeyError) as error:
+    except UNUSABLE as error:
         raise StoreCorrupt(
             f"The header in {directory} cannot be used: {error}. Create the store again.", drive=str(directory)
         ) from error
@@ -181,8 +184,12 @@ class Drive:
         try:
             try:
                 descriptor = self.files.open(self.data_path, write=write, direct=True)
-                with memoryview(map_memory(PAGE_BYTES)) as probe:
-                    self.files.read(descriptor, [probe], 0)
+                try:
+                    with memoryview(map_memory(PAGE_BYTES)) as probe:
+                        self.files.read(descriptor, [probe], 0)
+                except BaseException:
+                    self.files.close(descriptor)
+                    raise
                 return True, descriptor
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):

@@ -30,7 +30,7 @@ class Files:
     def open(self, path: Path, *, write: bool, create: bool = False, direct: bool = False) -> int:
         """Open a regular file. Never follows a link out of the store; never truncates."""
         flags = os.O_RDWR if write else os.O_RDONLY
-        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe put here must be refused, not waited for
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if direct else 0
         descriptor = os.open(path, flags, 0o644)
@@ -116,8 +116,8 @@ class Files:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            # Always as long as before: a store on a full disk must still open.
+            os.pwrite(descriptor, f"{os.getpid():<20}".encode(), 0)
         except OSError as error:
             os.close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):

@@ -191,21 +191,24 @@ class Layout:
         """Every chunk inside its region, on a page, and no two on the same bytes."""
         if len(self.region_bytes) != self.num_drives or len(self.scratch_bytes) != self.num_drives:
             raise ValueError("it has a different number of drives and of regions")
+        if any(size < 0 or size % PAGE_BYTES for size in self.region_bytes + self.scratch_bytes):
+            raise ValueError("it has a region that is not made of pages")
         if self.num_chunks and int(self.chunk_drive.max()) >= self.num_drives:
             raise ValueError(f"it places a chunk on drive {int(self.chunk_drive.max())} of {self.num_drives}")
-        starts, ends = self.chunk_offset, self.chunk_offset + -(-self.chunk_length // PAGE_BYTES) * PAGE_BYTES
+        starts, sizes = self.chunk_offset, -(-self.chunk_length // PAGE_BYTES) * PAGE_BYTES
         limits = np.where(
             self.chunk_scratch,
             np.asarray(self.scratch_bytes, np.int64)[self.chunk_drive],
             np.asarray(self.region_bytes, np.int64)[self.chunk_drive],
         )
-        if np.any(starts % PAGE_BYTES) or np.any(starts < 0) or np.any(ends > limits):
+        # Nothing is added to `starts` before this: a forged offset near 2^63 would wrap around.
+        if np.any(starts % PAGE_BYTES) or np.any(starts < 0) or np.any(starts > limits - sizes):
             raise ValueError("it places a chunk outside its drive's data file")
         order = np.lexsort((starts, self.chunk_drive, self.chunk_scratch))
         same = (np.diff(self.chunk_drive[order].astype(np.int64)) == 0) & (
             self.chunk_scratch[order][1:] == self.chunk_scratch[order][:-1]
         )
-        if np.any(same & (ends[order][:-1] > starts[order][1:])):
+        if np.any(same & ((starts + sizes)[order][:-1] > starts[order][1:])):
             raise ValueError("it places two chunks on the same bytes")
 
 
@@ -217,6 +220,8 @@ def check_records(records: Sequence[RecordSpec], *, error: type[Exception] = Con
     closed: set[str] = set()
     last, last_scratch = "", False
     for r in records:
+        if type(r.name) is not str or type(r.group) is not str:
+            raise error(f"Record name {r.name!r} or its group {r.group!r} is not text.")
         if not r.name or r.name in seen:
             raise error(f"Record name {r.name!r} is " + ("used twice." if r.name else "empty."))
         if type(r.num_bytes) is not int or r.num_bytes <= 0:

@@ -20,6 +20,9 @@ MAGIC = b"lohanst\0"
 HEAD = struct.Struct("<8sIIQQQ")  # magic, format version, kind, sequence, payload bytes, payload checksum
 HEAD_BYTES = HEAD.size + 8  # and the checksum of the head itself
 
+# What reading a forged payload may raise: its checksums are right, and anything else may be wrong.
+UNUSABLE = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)
+
 HEADER, LAYOUT, MANIFEST = 1, 2, 3
 KIND_NAMES = {HEADER: "header", LAYOUT: "layout", MANIFEST: "manifest"}
 

@@ -19,10 +19,11 @@ All methods are safe from any thread, but begin(), rollback() and commit() are m
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,12 +37,12 @@ from lohan.store.drive import Drive, DriveLock, Header, order_drives, read_heade
 from lohan.store.files import Files
 from lohan.store.handle import Handle
 from lohan.store.layout import Layout
-from lohan.store.manifest import NEVER, Manifest
+from lohan.store.manifest import NEVER, Manifest, manifest_payload_bytes
 from lohan.store.queues import Admission, Job, Queue, Worker
-from lohan.store.requests import Memory, Request, plan_requests, read_request, write_request
-from lohan.store.sealed import LAYOUT, MANIFEST
+from lohan.store.requests import REQUEST_BYTES, Memory, Request, plan_requests, read_request, write_request
+from lohan.store.sealed import LAYOUT, MANIFEST, UNUSABLE, place_bytes
 from lohan.store.twins import Twins
-from lohan.store.versions import BROKEN, Versions
+from lohan.store.versions import BROKEN, Slots, Versions
 
 Observer = Callable[[str, int, str, int, float, float], None]
 """Told of every request: "read" or "write", drive, record, bytes, and its first and last perf_counter()."""
@@ -54,10 +55,11 @@ QUEUE_DEPTH = 256
 class _Operation:
     """One read or write of consecutive chunks, from issue to done."""
 
-    __slots__ = ("chunks", "error", "handle", "label", "requests", "unfinished", "waits_for", "write")
+    __slots__ = ("chunks", "error", "handle", "label", "requests", "slots", "unfinished", "waits_for", "write")
 
-    def __init__(self, handle: Handle, chunks: slice, label: str, write: bool, requests: list[Request]):
+    def __init__(self, handle: Handle, chunks: slice, slots: Slots, label: str, write: bool, requests: list[Request]):
         self.handle, self.chunks, self.label, self.write, self.requests = handle, chunks, label, write, requests
+        self.slots = slots
         self.unfinished = len(requests)
         self.waits_for = 0
         self.error: BaseException | None = None
@@ -65,6 +67,12 @@ class _Operation:
     def conflicts(self, other: _Operation) -> bool:
         overlap = self.chunks.start < other.chunks.stop and other.chunks.start < self.chunks.stop
         return overlap and (self.write or other.write)
+
+    def hidden_by_one_of(self, others: Sequence[_Operation], chunks: slice) -> bool:
+        """Whether a later write covers all that a reader of `chunks` would see of this operation."""
+        first, last = max(self.chunks.start, chunks.start), min(self.chunks.stop, chunks.stop)
+        later = others[others.index(self) + 1 :]
+        return any(op.write and op.chunks.start <= first and last <= op.chunks.stop for op in later)
 
 
 class Store:
@@ -191,9 +199,9 @@ class Store:
     def _issue(self, label: str, chunks: slice, memory: Memory, *, write: bool) -> Handle:
         handle = Handle(f"{'Writing' if write else 'Reading'} {label}", None if write else self._promote)
         scratch = bool(self.layout.chunk_scratch[chunks.start])
-        # A first guess at the number of requests, without the slots, is enough to bound the queue.
+        # A guess at the number of requests is enough to bound the queue; which slots they go to is not known yet.
         admission = self._admission[write]
-        num_requests = len(plan_requests(self.layout, chunks, np.zeros(chunks.stop - chunks.start, np.uint8)))
+        num_requests = 1 + memory.view.nbytes // REQUEST_BYTES
         admission.enter(num_requests)
         try:
             with self._state:
@@ -204,10 +212,11 @@ class Store:
                     slots = self._versions.working[chunks].copy()
                     self._check_readable(chunks.start, slots)
                 requests = plan_requests(self.layout, chunks, slots)
-                operation = _Operation(handle, chunks, label, write, requests)
+                operation = _Operation(handle, chunks, slots, label, write, requests)
                 if write:
                     self._versions.working[chunks] = slots
                 earlier = [other for other in self._active if operation.conflicts(other)]
+                decisive = [] if write else [op for op in earlier if not op.hidden_by_one_of(earlier, chunks)]
                 operation.waits_for = len(earlier) + 1
                 self._active.append(operation)
         except BaseException:
@@ -215,8 +224,8 @@ class Store:
             raise
         handle.then(lambda _: admission.leave(num_requests))
         for other in earlier:
-            other.handle.then(lambda done: self._earlier_done(operation, memory, done))
-        self._earlier_done(operation, memory, None)
+            other.handle.then(partial(self._earlier_done, operation, memory, other in decisive))
+        self._earlier_done(operation, memory, False, None)
         return handle
 
     def _writable(self, label: str, chunks: slice, scratch: bool) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -245,10 +254,13 @@ class Store:
             raise RecordMissing(f"Record {record.name!r} was never written (byte {start}).")
         raise StoreError(f"The last write to record {record.name!r} failed (byte {start}); write it again.")
 
-    def _earlier_done(self, operation: _Operation, memory: Memory, done: Handle | None) -> None:
-        """One of the operations this one stands behind is done; start when it was the last."""
+    def _earlier_done(self, operation: _Operation, memory: Memory, decisive: bool, done: Handle | None) -> None:
+        """One of the operations this one stands behind is done; start when it was the last.
+
+        A read fails with a write before it if that write is `decisive`: nothing later covers what it failed to write.
+        """
         with self._state:
-            if done is not None and done.error is not None and not operation.write:
+            if decisive and done is not None:
                 operation.error = operation.error or done.error
             operation.waits_for -= 1
             if operation.waits_for:
@@ -277,18 +289,25 @@ class Store:
             operation.error = operation.error or error
             if operation.write:
                 with self._state:
-                    self._versions.failed(request.chunks, request.slots)
-        else:
-            if operation.write:
-                with self._state:
-                    # A write before this one may have failed and marked the place broken meanwhile.
-                    broken = self._versions.working[request.chunks] == BROKEN
-                    self._versions.working[request.chunks[broken]] = request.slots[broken]
-        if self._observer is not None:
-            kind = "write" if operation.write else "read"
-            moved = sum(request.lengths)
-            self._observer(kind, request.drive, operation.label, moved, started, time.perf_counter())
+                    lost = ~self._written_again(operation, request)
+                    self._versions.failed(request.chunks[lost], request.slots[lost])
+        try:
+            if self._observer is not None:
+                kind = "write" if operation.write else "read"
+                moved = sum(request.lengths)
+                self._observer(kind, request.drive, operation.label, moved, started, time.perf_counter())
+        except BaseException as error:
+            operation.error = operation.error or error
         self._request_done(operation)
+
+    def _written_again(self, operation: _Operation, request: Request) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which chunks of a request have a later write on its way to the same place: that one decides their fate."""
+        again = np.zeros(len(request.chunks), bool)
+        for later in self._active[self._active.index(operation) + 1 :]:
+            if later.write:
+                inside = (request.chunks >= later.chunks.start) & (request.chunks < later.chunks.stop)
+                again[inside] |= later.slots[request.chunks[inside] - later.chunks.start] == request.slots[inside]
+        return again
 
     def _request_done(self, operation: _Operation) -> None:
         with self._state:
@@ -336,7 +355,8 @@ class Store:
             if self._step is None or self._versions.base is None:
                 raise StoreError("There is no undoable step to roll back: call begin(step, undoable=True) first.")
             self._state.wait_for(lambda: not self._writes())
-            self._versions.working[:] = self._versions.base
+            kept = ~self.layout.chunk_scratch
+            self._versions.working[kept] = self._versions.base[kept]
 
     def abandon(self) -> None:
         """Forget everything written since the last commit."""
@@ -372,14 +392,16 @@ class Store:
                         else "no step is open; call begin(step)."
                     )
                 )
-            # Checked now, so that bad metadata is the caller's error and not the commit thread's.
+            # Checked now, so that bad metadata is the caller's error and not the commit thread's, and copied, so that
+            # what the caller changes afterwards is not in it.
             Manifest(step, metadata or {}, False, np.zeros(0, np.uint8), np.zeros(0, np.uint64)).to_bytes()
+            metadata = json.loads(json.dumps(metadata or {}))
             self._versions.committing = self._versions.working.copy()
             self._versions.base = None
             self._step = None
             writes = [operation.handle for operation in self._writes()]
         handle = Handle(f"Committing step {step}")
-        self._commits.put(Job(handle, lambda _: self._commit(handle, step, metadata or {}, writes)))
+        self._commits.put(Job(handle, lambda _: self._commit(handle, step, metadata, writes)))
         return handle
 
     def _commit(self, handle: Handle, step: int, metadata: dict[str, Any], writes: list[Handle]) -> None:
@@ -412,7 +434,8 @@ class Store:
             elif durable:
                 self._failed = error
             else:
-                self._step = step  # nothing was touched: the caller may mend and commit again
+                # Nothing was touched: the caller may mend and commit again, now or with the step begun meanwhile.
+                self._step = step if self._step is None else self._step
             self._versions.committing = None
             self._state.notify_all()
         handle.finish(error=error)
@@ -440,6 +463,7 @@ class Store:
     def _mark_dirty(self) -> None:
         """In place there is no old version to return to: say so on disk before the first byte changes."""
         self._state.wait_for(lambda: self._versions.committing is None)
+        self._check_writer()  # the commit waited for may have failed
         if self._manifest.dirty:
             return
         m = self._manifest
@@ -462,11 +486,12 @@ class Store:
             self._state.wait_for(lambda: not self._active and self._versions.committing is None)
             self._closed = True
             self._state.notify_all()
-        self._commits.close()
-        for drive in self.drives:
-            drive.close()
-        for lock in self._locks:
-            lock.release()
+        with ExitStack() as owned:  # closes what it was given last first, and all of it whatever fails
+            for lock in self._locks:
+                owned.callback(lock.release)
+            for drive in self.drives:
+                owned.callback(drive.close)
+            owned.callback(self._commits.close)
 
     def __enter__(self) -> Store:
         return self
@@ -552,7 +577,7 @@ def _open(
         notes += manifests.notes
         try:
             manifest = Manifest.from_bytes(page.payload, layout)
-        except (ValueError, KeyError, TypeError) as error:
+        except UNUSABLE as error:
             raise StoreCorrupt(
                 f"The manifest in {ordered[0][0]} does not fit its store: {error}. Create the store again.",
                 drive=str(ordered[0][0]),
@@ -583,10 +608,16 @@ def _read_layout(files: Files, path: Path, header: Header, *, repair: bool, note
     notes += layouts.notes
     try:
         layout = Layout.from_bytes(page.payload)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except UNUSABLE as error:
         raise StoreCorrupt(
             f"The layout in {path} cannot be used: {error}. Create the store again.", drive=str(path)
         ) from error
+    if header.manifest_place_bytes != place_bytes(manifest_payload_bytes(layout)):
+        raise StoreCorrupt(
+            f"The header in {path} gives a manifest {header.manifest_place_bytes} bytes and the layout "
+            f"{place_bytes(manifest_payload_bytes(layout))}. Create the store again.",
+            drive=str(path),
+        )
     return layout, Twins(files, path, MANIFEST, place_bytes=header.manifest_place_bytes, places=2)
 
 

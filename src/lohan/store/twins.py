@@ -63,7 +63,7 @@ class Twins:
 
     def read(self, *, repair: bool, check: Callable[[Page], None] | None = None) -> Page:
         """The newest page. Damage that the other twin makes good is noted, and mended if `repair`."""
-        found = [[self._read(copy, place) for place in range(self.places)] for copy in (0, 1)]
+        found = [[self._read(copy, place, settle=repair) for place in range(self.places)] for copy in (0, 1)]
         if all(copy[place] is None for copy in found for place in range(self.places)):
             raise self._lost("is empty")
         newest: Page | None = None
@@ -84,8 +84,9 @@ class Twins:
                         + (", and the damage is mended." if repair else ".")
                     )
                 if repair:
-                    blank = bytes(HEAD_BYTES)
-                    self._write(copy, place, seal(self.kind, good.sequence, good.payload) if good else blank)
+                    mended = seal(self.kind, good.sequence, good.payload) if good else bytes(HEAD_BYTES)
+                    # The whole place: a file that was missing or cut short has to get its length back.
+                    self._write(copy, place, mended.ljust(self.place_bytes, b"\0"))
         if newest is None:
             raise self._lost("is damaged")
         return newest
@@ -97,7 +98,7 @@ class Twins:
             drive=str(self.directory),
         )
 
-    def _read(self, copy: int, place: int) -> Found:
+    def _read(self, copy: int, place: int, *, settle: bool) -> Found:
         path = self.paths[copy]
         try:
             descriptor = self.files.open(path, write=False)
@@ -107,6 +108,11 @@ class Twins:
             raise describe(error, f"opening {path.name}", self.directory) from error
         try:
             offset = place * self.place_bytes
+            if settle:
+                # A killed process may have left a page that only the page cache has, or a failed sync one that never
+                # will be durable. Mending its twin from that, and losing power meanwhile, would tear both copies.
+                self.files.sync(descriptor)
+                self.files.drop_cache(descriptor, offset, self.place_bytes)
             data = bytearray(max(0, min(self.place_bytes, self.files.size(descriptor) - offset)))
             read_fully(self.files, descriptor, [memoryview(data)], offset)
             if len(data) < self.place_bytes and not any(data):

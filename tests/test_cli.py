@@ -206,6 +206,21 @@ def test_verify_lists_every_damaged_place_and_exits_1(run, drives):
     assert "2 problems" in out
 
 
+def test_verify_reads_what_there_is_of_a_record_written_in_part(run, tmp_path):
+    paths = [tmp_path / "a"]
+    create_store(paths, [RecordSpec(name="long", num_bytes=50_000)], chunk_bytes=4096)
+    with open_store(paths) as store:
+        store.begin(1)
+        for offset, size in ((4096, 8192), (49_152, 848)):
+            store.write("long", bytes(range(256)) * (size // 256) + bytes(size % 256), offset=offset).wait()
+        store.commit(1).wait()
+        assert store.written_parts("long") == [(4096, 8192), (49_152, 848)]
+    assert json.loads(run("store", "verify", *paths, "--json")[1])["verified_bytes"] == 9040
+    flip_a_bit(paths[0], 8192 + 5)
+    code, out, _ = run("store", "verify", *paths, "--json")
+    assert (code, [p["offset"] for p in json.loads(out)["problems"]]) == (1, [8192])
+
+
 def test_verify_leaves_the_store_usable(run, drives):
     assert run("store", "verify", *drives)[0] == 0
     with open_store(drives) as store:

@@ -67,8 +67,8 @@ def verify_directories(
 ) -> dict[str, Any]:
     """Read everything committed; `progress` is told the bytes done and the bytes there are."""
     with _held(directories), open_store(directories, read_only=True) as store:
-        written = [r for r in store.layout.records if not r.scratch and store.is_written(r.name)]
-        total, done = sum(record.num_bytes for record in written), 0
+        parts = {r.name: store.written_parts(r.name) for r in store.layout.records if not r.scratch}
+        total, done = sum(size for own in parts.values() for _, size in own), 0
 
         def advance(num_bytes: int) -> None:
             nonlocal done
@@ -86,7 +86,7 @@ def verify_directories(
         return {
             "store": store.name,
             "committed_step": store.committed_step,
-            "num_records": len(written),
+            "num_records": sum(bool(own) for own in parts.values()),
             "verified_bytes": done,
             "problems": problems,
             "notes": list(store.notes),

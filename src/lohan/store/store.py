@@ -137,10 +137,23 @@ class Store:
 
     def is_written(self, name: str) -> bool:
         """Whether every byte of a record has a value."""
+        return bool(np.all(self._slots_of(name) < BROKEN))
+
+    def written_parts(self, name: str) -> list[tuple[int, int]]:
+        """The stretches of a record that have a value, as (offset, size) in the way read() takes them."""
+        written = np.concatenate(([False], self._slots_of(name) < BROKEN, [False]))
+        edges = np.flatnonzero(written[1:] != written[:-1]).tolist()
+        total, step = self.layout.records[self.layout.record(name)].num_bytes, self.layout.chunk_bytes
+        return [
+            (first * step, min(last * step, total) - first * step)
+            for first, last in zip(edges[::2], edges[1::2], strict=True)
+        ]
+
+    def _slots_of(self, name: str) -> Slots:
         index = self.layout.record(name)
         chunks = slice(int(self.layout.first_chunk[index]), int(self.layout.first_chunk[index + 1]))
         with self._state:
-            return bool(np.all(self._versions.working[chunks] < BROKEN))
+            return self._versions.working[chunks].copy()
 
     # -- reading and writing --------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lohan.errors import StoreCorrupt, StoreError, StoreIOError
@@ -26,7 +26,7 @@ class Problem:
 
 
 def verify_store(store: Store, progress: Callable[[int], None] | None = None) -> list[Problem]:
-    """Read every written record and check it; `progress` is told the bytes done as they are done.
+    """Read every byte that was written and check it; `progress` is told the bytes done as they are done.
 
     Goes on after damage: where a window fails, its chunks are read one by one and each bad one is reported.
     """
@@ -46,18 +46,21 @@ def verify_store(store: Store, progress: Callable[[int], None] | None = None) ->
 
     with open_arena(_WINDOWS * round_up(window)) as arena:
         spare = [arena.lease(window) for _ in range(_WINDOWS)]
-        for record in store.layout.records:
-            if record.scratch or not store.is_written(record.name):
-                continue
-            for offset in range(0, record.num_bytes, window):
-                size = min(window, record.num_bytes - offset)
-                slab = spare.pop() if spare else finish()
-                into = slab.padded[: round_up(size)]
-                handle = store.read(record.name, into, offset=offset, num_bytes=size)
-                pending.append((handle, slab, record.name, offset, size))
+        for name, offset, size in _windows(store, window):
+            slab = spare.pop() if spare else finish()
+            handle = store.read(name, slab.padded[: round_up(size)], offset=offset, num_bytes=size)
+            pending.append((handle, slab, name, offset, size))
         while pending:
             finish()
     return problems
+
+
+def _windows(store: Store, window: int) -> Iterator[tuple[str, int, int]]:
+    for record in store.layout.records:
+        # A record may be written in part; scratch is nobody's promise.
+        for offset, size in [] if record.scratch else store.written_parts(record.name):
+            for start in range(offset, offset + size, window):
+                yield record.name, start, min(window, offset + size - start)
 
 
 def _one_by_one(store: Store, name: str, offset: int, size: int, slab: Slab) -> list[Problem]:

@@ -213,7 +213,8 @@ def _remove(drives: Sequence[Path]) -> None:
 def kill_a_writer(drives: Sequence[Path]) -> int:
     """Start a process that writes the next step, SIGKILL it in mid-write; returns how much it had written."""
     command = [sys.executable, "-m", "lohan.first_run", *map(str, drives)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+    # In a session of its own: Ctrl-C is for us, and we end the writer.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as writer:
         assert writer.stdout is not None
         try:
             line = writer.stdout.readline()

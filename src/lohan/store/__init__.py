@@ -6,6 +6,7 @@ that stands between it and everything else. docs/store.md explains it, docs/form
 
 from lohan.store.arena import PAGE_BYTES, Arena, Slab, open_arena, round_up
 from lohan.store.create import create_store
+from lohan.store.drive import has_store
 from lohan.store.files import Files
 from lohan.store.handle import Handle
 from lohan.store.layout import Layout, RecordSpec
@@ -25,6 +26,7 @@ __all__ = [
     "Slab",
     "Store",
     "create_store",
+    "has_store",
     "measure_drive",
     "open_arena",
     "open_store",

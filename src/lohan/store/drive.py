@@ -76,6 +76,12 @@ def header_twins(files: Files, directory: Path) -> Twins:
     return Twins(files, directory, HEADER, place_bytes=HEADER_PLACE_BYTES)
 
 
+def has_store(directory: str | Path, files: Files | None = None) -> bool:
+    """Whether a directory holds a drive of a store (whole or damaged)."""
+    files = files or Files()
+    return any(files.exists(path) for path in header_twins(files, Path(directory)).paths)
+
+
 def read_header(files: Files, directory: Path, *, repair: bool) -> tuple[Header, list[str]]:
     """The drive's header and notes about damage. StoreMissing if there is no store here."""
     if not files.is_directory(directory):

@@ -93,6 +93,10 @@ class Layout:
                 f"{self.records[0].name!r}."
             ) from None
 
+    def has(self, name: str) -> bool:
+        """Whether there is a record of this name."""
+        return name in self._index
+
     def group(self, name: str) -> range:
         """The indices of a group's records, in the order they lie."""
         if name not in self._groups:

@@ -1,0 +1,354 @@
+"""What the device computes: a unit's forward for all micro-batches, and its backward.
+
+Runs on the engine's one compute thread. Weights are given as the unit's wire bytes in device memory; they are
+cast to the compute dtype (or used as they are) and installed in the model for as long as the unit runs.
+Gradients are summed over micro-batches in the compute dtype and leave cast to the wire dtype.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lohan.engine.cut import Cut
+from lohan.engine.devices.base import Device
+from lohan.engine.escapes import Escape, find_escapes, run_with_escapes
+from lohan.engine.layout import UnitLayout
+from lohan.engine.trees import tensors_in
+from lohan.engine.vertical import BlockCall, Finished, PausedForward, Stops, Threads, check_order
+from lohan.errors import ModelError, NonFinite
+from lohan.models.installer import Installer
+from lohan.models.units import Units
+
+MicroBatch = Mapping[str, Any]
+ALIGN = 64
+
+
+def unit_seed(seed: int, step: int, micro_batch: int, unit: int) -> int:
+    """The seed of one unit of one micro-batch, so that dropout is the same under any schedule."""
+    return (((seed * 1_000_003 + step) * 1_000_003 + micro_batch) * 1_000_003 + unit) % 2**63
+
+
+def num_labels(micro_batches: Sequence[MicroBatch]) -> int:
+    """Labels that are predicted, over all micro-batches."""
+    return sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in micro_batches)
+
+
+def takes_num_items(model: nn.Module) -> bool:
+    """Whether the model divides its loss by the labels of the whole step, by the rule of transformers' Trainer."""
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    parameters = inspect.signature(model.forward).parameters
+    if "num_items_in_batch" in parameters:
+        return True
+    if accepts is not None:
+        return bool(accepts)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+class Compute:
+    """A model on a device, run unit by unit."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Units,
+        layouts: Sequence[UnitLayout],
+        device: Device,
+        *,
+        compute_dtype: torch.dtype,
+        wire: torch.dtype,
+        seed: int,
+    ):
+        self.model, self.units, self.layouts, self.device = model, units, layouts, device
+        self._dtype, self._wire, self._seed = compute_dtype, wire, seed
+        self._installer = Installer(model, units)
+        blocks = model.get_submodule(units.blocks_name)
+        assert isinstance(blocks, nn.ModuleList)
+        self._blocks = list(blocks)
+        self._stops = Stops(blocks)
+        self._threads = Threads()
+        self._escapes: dict[int, list[Escape]] = {}
+        self._takes_num_items = takes_num_items(model)
+        self._cast = compute_dtype != wire
+        sizes = [self._cast_bytes(layout) for layout in layouts]
+        tied = sum(self._param_bytes(p.shape) for p in units.embedding.params if p.name in units.tied)
+        self._cast_memory = device.empty(max([sizes[-1] + tied, *sizes[:-1]])) if self._cast else None
+        self._table = {
+            p.name
+            for p in units.embedding.params
+            if all(isinstance(model.get_submodule(path), nn.Embedding) for path, _ in p.places[:1])
+        }
+        # -- one step's state
+        self._paused: list[PausedForward] = []
+        self._results: list[Any] = []
+        self.cuts: list[Cut] = []
+        self.losses: list[float] = []
+        self._leaves: dict[int, dict[str, Tensor]] = {}
+        self._tied_leaves: dict[str, Tensor] = {}
+        self._training = True
+        self._step = 0
+        self._num_items = 0
+        self._batches: Sequence[MicroBatch] = ()
+
+    def _param_bytes(self, shape: Sequence[int]) -> int:
+        return -(-math.prod(shape) * self._dtype.itemsize // ALIGN) * ALIGN
+
+    def _cast_bytes(self, layout: UnitLayout) -> int:
+        return max(ALIGN, sum(self._param_bytes(param.shape) for param in layout.spec.params))
+
+    @property
+    def head(self) -> int:
+        return len(self.layouts) - 1
+
+    # -- a step, from outside -------------------------------------------------------------------------
+
+    def begin(self, step: int, micro_batches: Sequence[MicroBatch], *, training: bool) -> None:
+        """Take a step's micro-batches. Their forwards start with the embedding."""
+        self._step, self._training, self._batches = step, training, micro_batches
+        self._num_items = num_labels(micro_batches)
+        if self._num_items == 0:
+            raise ModelError(f"Step {step} has no label to predict: every label is -100. Check the data's masking.")
+        self.model.train(training)
+        self.losses = []
+        self.cuts = [Cut() for _ in micro_batches]
+        self._results = [None] * len(micro_batches)
+        self._leaves, self._tied_leaves = {}, {}
+        self._paused = []
+        for batch in micro_batches:
+            call = self._forward_call(batch)
+            # Set before the context is copied into the micro-batch's own thread.
+            with torch.set_grad_enabled(training):
+                self._paused.append(PausedForward(call, self._threads, self._enter))
+
+    def _forward_call(self, batch: MicroBatch) -> Any:
+        inputs = {
+            name: value.to(self.device.torch_device) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+        if self._takes_num_items:
+            inputs["num_items_in_batch"] = torch.tensor(self._num_items, device=self.device.torch_device)
+        return lambda: self.model(**inputs)
+
+    def _enter(self, stack: ExitStack) -> None:
+        stack.enter_context(self.device.lane("gpu"))
+        stack.enter_context(self.device.compute(0.0))
+
+    def abort(self) -> None:
+        """Unwind all micro-batches where they stand and let go of everything of the step."""
+        for paused in self._paused:
+            paused.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        self._paused, self._results, self.cuts = [], [], []
+        self._leaves, self._tied_leaves = {}, {}
+
+    def close(self) -> None:
+        self.abort()
+        self._threads.close()
+        self._stops.close()
+        self._installer.uninstall_all()
+        if self._cast_memory is not None:
+            self.device.free(self._cast_memory)
+            self._cast_memory = None
+
+    # -- weights --------------------------------------------------------------------------------------
+
+    def _install(self, unit: int, weights: Tensor | None, *, leaves: bool, at: int = 0) -> int:
+        """Put a unit's weights into the model; with `leaves` they will collect gradients."""
+        layout = self.layouts[unit]
+        for index, param in enumerate(layout.spec.params):
+            assert weights is not None
+            at = self._install_param(layout, index, weights, at, leaves=leaves and param.trainable, unit=unit)
+        return at
+
+    def _install_param(
+        self, layout: UnitLayout, index: int, weights: Tensor, at: int, *, leaves: bool, unit: int
+    ) -> int:
+        param = layout.spec.params[index]
+        wire = layout.tensor(weights, index)
+        if unit == 0 and param.name not in self._table and leaves:
+            # Backward of the embedding comes last, when this memory holds other units: what is not a plain
+            # table may be needed by it and gets a copy of its own.
+            tensor = wire.to(self._dtype, copy=True)
+        elif self._cast_memory is not None:
+            size = param.num_elements * self._dtype.itemsize
+            tensor = self._cast_memory[at : at + size].view(self._dtype).view(param.shape)
+            tensor.copy_(wire)
+            at += self._param_bytes(param.shape)
+        else:
+            tensor = wire
+        tensor = tensor.detach()
+        if leaves:
+            tensor.requires_grad_(True)
+            if unit == 0 and layout.spec.index == 0 and self._tying:
+                self._tied_leaves[param.name] = tensor
+            else:
+                self._leaves.setdefault(unit, {})[param.name] = tensor
+        self._installer.install_param(param.name, tensor)
+        return at
+
+    _tying = False
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    def forward(self, unit: int, weights: Tensor | None, tied_weights: Tensor | None, scale: float | None) -> None:
+        """One unit for all micro-batches. The head's forward, in training, is its backward too."""
+        kind = self.layouts[unit].spec.kind
+        if kind == "embedding":
+            self._install(unit, weights, leaves=self._training)
+            for index, paused in enumerate(self._paused):
+                self.device.seed(unit_seed(self._seed, self._step, index, 0))
+                self._results[index] = paused.advance()
+        elif kind == "block":
+            self._install(unit, weights, leaves=False)
+            with torch.no_grad():
+                for index in range(len(self._paused)):
+                    self._forward_block(unit - 1, index)
+        else:
+            at = self._install(unit, weights, leaves=self._training)
+            if tied_weights is not None:
+                self._tying = True
+                embedding = self.layouts[0]
+                for index, param in enumerate(embedding.spec.params):
+                    if param.name in self.units.tied:
+                        leaves = self._training and param.trainable
+                        at = self._install_param(embedding, index, tied_weights, at, leaves=leaves, unit=0)
+                self._tying = False
+            for index in range(len(self._paused)):
+                self._finish_micro_batch(index, scale)
+            if not self._training:
+                self._end()
+        self._installer.uninstall_all()
+
+    def _advance(self, micro_batch: int, expected: int) -> BlockCall | Finished:
+        """Run the glue up to the next stop."""
+        result, self._results[micro_batch] = self._results[micro_batch], None
+        reached: BlockCall | Finished = self._paused[micro_batch].advance(result) if expected > 0 else result
+        if expected < len(self.units.blocks) or isinstance(reached, BlockCall):
+            check_order(reached, expected, len(self.units.blocks), self.units.blocks_name)
+        return reached
+
+    def _forward_block(self, block: int, micro_batch: int) -> None:
+        reached = self._advance(micro_batch, block)
+        assert isinstance(reached, BlockCall)
+        cut, unit = self.cuts[micro_batch], block + 1
+        if self._training:
+            cut.save(block, reached.args, reached.kwargs)
+        run = self._stops.originals[block]
+        self.device.seed(unit_seed(self._seed, self._step, micro_batch, unit))
+
+        def call() -> Any:
+            # In the micro-batch's own context: hooks inside the block look there for who listens to them.
+            return reached.context.run(self._without_graph, run, reached)
+
+        if not self._training:
+            self._results[micro_batch] = call()
+            return
+        module = self._blocks[block]
+        if block not in self._escapes:
+            name = f"{self.units.blocks_name}.{block}"
+            arguments = tensors_in((reached.args, reached.kwargs))
+            result, escaped, self._escapes[block] = find_escapes(module, name, call, arguments)
+        else:
+            result, escaped = run_with_escapes(module, self._escapes[block], call)
+        trainable = any(param.trainable for param in self.layouts[block + 1].spec.params)
+        self._results[micro_batch] = cut.make_leaves(block, result, escaped, trainable)
+
+    @staticmethod
+    def _without_graph(run: Any, reached: BlockCall) -> Any:
+        with torch.no_grad():
+            return run(*reached.args, **reached.kwargs)
+
+    def _finish_micro_batch(self, micro_batch: int, scale: float | None) -> None:
+        self.device.seed(unit_seed(self._seed, self._step, micro_batch, len(self.units.blocks) + 1))
+        with torch.set_grad_enabled(self._training):
+            reached = self._advance(micro_batch, len(self.units.blocks))
+            assert isinstance(reached, Finished)
+            loss = _loss_of(reached.value)
+            if not self._takes_num_items:
+                loss = loss * (num_labels([self._batches[micro_batch]]) / self._num_items)
+            del reached
+            value = float(loss.item())
+            self.losses.append(value)
+            if not self._training:
+                return
+            if scale is None and not math.isfinite(value):
+                raise NonFinite(
+                    f"The loss of step {self._step}, micro-batch {micro_batch} is {value} (unit head). It was not "
+                    "committed. Lower learning_rate, or look at this batch's data.",
+                    step=self._step, micro_batch=micro_batch, unit="head",
+                )  # fmt: skip
+            torch.autograd.backward(loss if scale is None else loss * scale)
+        self.cuts[micro_batch].collect()
+
+    # -- backward -------------------------------------------------------------------------------------
+
+    def backward(self, unit: int, weights: Tensor | None, scale: float | None) -> None:
+        """One unit's backward for all micro-batches; its gradients wait for take_gradient()."""
+        if self.layouts[unit].spec.kind == "embedding":
+            for cut in self.cuts:
+                cut.push_rest()
+            return
+        self._install(unit, weights, leaves=True)
+        block = unit - 1
+        for index, cut in enumerate(self.cuts):
+            self.device.seed(unit_seed(self._seed, self._step, index, unit))
+            cut.backward(block, lambda args, kwargs: self._recompute(block, args, kwargs))
+            if scale is None:
+                self._check_finite(cut, index, unit)
+        self._installer.uninstall_all()
+
+    def _recompute(self, block: int, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        run = self._stops.originals[block]
+
+        def call() -> Any:
+            with torch.enable_grad():
+                return run(*args, **kwargs)
+
+        result, escaped = run_with_escapes(self._blocks[block], self._escapes[block], call)
+        return list(tensors_in(result)), escaped
+
+    def _check_finite(self, cut: Cut, micro_batch: int, unit: int) -> None:
+        for gradient in cut.input_gradients():
+            if not math.isfinite(float(gradient.sum())) and not bool(torch.isfinite(gradient).all()):
+                name = self.layouts[unit].spec.name
+                raise NonFinite(
+                    f"A gradient of step {self._step}, micro-batch {micro_batch} is not finite below {name}. It was "
+                    "not committed. Lower learning_rate, or look at this batch's data.",
+                    step=self._step, micro_batch=micro_batch, unit=name,
+                )  # fmt: skip
+
+    def take_gradient(self, unit: int, into: Tensor) -> frozenset[int]:
+        """Cast the unit's summed gradients to the wire dtype into device memory; returns the tensors without one."""
+        layout, missing = self.layouts[unit], set()
+        leaves = self._leaves.pop(unit, {})
+        for index, param in enumerate(layout.spec.params):
+            if not param.trainable:
+                continue
+            gradient = leaves[param.name].grad if param.name in leaves else None
+            tied = self._tied_leaves.pop(param.name, None) if unit == 0 else None
+            if tied is not None and tied.grad is not None:
+                gradient = tied.grad if gradient is None else tied.grad + gradient  # head's sum first
+            if gradient is None:
+                missing.add(index)
+            else:
+                layout.tensor(into, index).copy_(gradient)
+        if unit == 0:
+            self._end()
+        return frozenset(missing)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ModelError("The model's forward returned no loss. Pass labels in every micro-batch.")
+    return loss

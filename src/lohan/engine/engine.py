@@ -1,0 +1,498 @@
+"""The engine: walks a Schedule over the lanes.
+
+Every kind of operation has one method here that does it and nothing more. What happens when, and what waits for
+what, stands in the Schedule; how much memory each purpose has, in the Plan. The engine never weighs two options.
+
+On a `cpu` device computing and updating share the cores, so they take turns instead of fighting for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lohan.engine.compute import Compute, MicroBatch
+from lohan.engine.cut import Input
+from lohan.engine.devices.base import Device
+from lohan.engine.lanes import Lanes, Task
+from lohan.engine.layout import UnitLayout
+from lohan.engine.pools import HostBuffer, Pool, as_tensor
+from lohan.errors import NonFinite, PlanInfeasible
+from lohan.optim.clipping import GradNorm
+from lohan.optim.update import Updater
+from lohan.plan.plan import ModelSize, Plan
+from lohan.plan.schedule import LANES, Key, Op, Scheduler
+from lohan.sizes import format_bytes
+from lohan.store import Arena, Handle, Slab, Store, round_up
+
+
+@dataclass(slots=True)
+class StepState:
+    """What one step's operations share."""
+
+    step: int
+    update_step: int
+    """How often the optimizer has stepped, this one included; skipped steps do not count."""
+
+    learning_rate: float
+    max_grad_norm: float | None
+    scale: float | None
+    lag: dict[str, int]
+    """Updates each parameter has missed because it had no gradient; the optimizer does not count those."""
+
+    commit: bool = False
+    describe: Callable[[StepState], dict[str, Any]] | None = None
+    """What a commit of this step says, asked once its norm is known."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    missing: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Tensors without a gradient, by unit."""
+
+    overflow: bool = False
+    total_norm: Tensor | None = None
+    coefficient: Tensor | None = None
+    """None until the norm is known; an update that runs before takes it as 1."""
+
+    @property
+    def clips(self) -> bool:
+        """Whether the norm changes the update."""
+        return self.coefficient is not None and bool(self.coefficient < 1)
+
+
+class Engine:
+    """Everything that runs a step. Opened by `open_run`, closed in reverse."""
+
+    def __init__(
+        self,
+        *,
+        compute: Compute,
+        device: Device,
+        store: Store,
+        arena: Arena,
+        updater: Updater,
+        layouts: Sequence[UnitLayout],
+        model: ModelSize,
+        plan: Plan,
+        parameter_order: Sequence[str],
+        weight_decay: Callable[[str, tuple[int, ...]], float],
+    ):
+        self.compute, self.device, self.store, self.updater = compute, device, store, updater
+        self.layouts, self.plan, self.model = layouts, plan, model
+        self._order = parameter_order
+        self._weight_decay = weight_decay
+        self._steps: dict[int, StepState] = {}
+        self._tasks: dict[Key, Task] = {}
+        self._buffers: dict[Key, HostBuffer] = {}
+        self._device_weights: dict[Key, Tensor] = {}
+        self._device_gradients: dict[int, Tensor] = {}
+        self._inputs: dict[tuple[int, int, int], Slab] = {}
+        self._device_inputs: dict[int, list[Tensor]] = {}
+        self._undo: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._arena = arena
+        self._cores: AbstractContextManager[Any] = nullcontext() if device.separate_memory else threading.Lock()
+        self.scheduler = Scheduler(model, plan)
+        self._make_pools(arena)
+        self._load_residents(arena)
+        self.lanes = Lanes(LANES, on_failure=self._fail_pools)
+
+    def _make_pools(self, arena: Arena) -> None:
+        plan, units = self.plan, range(len(self.layouts))
+        streamed = [self.layouts[u].pieces.weights_bytes for u in units if u not in plan.resident_weights]
+        states = [
+            piece.state_bytes for u in units if u not in plan.resident_state for piece in self.layouts[u].pieces.pieces
+        ]
+        trained = [layout.pieces.weights_bytes for layout in self.layouts if layout.pieces.state_bytes]
+        self._weights_pool = Pool(arena, max(streamed, default=0), plan.weights_slabs)
+        self._state_pool = Pool(arena, max(states, default=0), plan.state_slabs)
+        self._gradient_pool = Pool(arena, max(trained, default=0), plan.gradient_slabs)
+        self._pools = (self._weights_pool, self._state_pool, self._gradient_pool)
+
+    def _load_residents(self, arena: Arena) -> None:
+        """Units that stay in memory are read once."""
+        self._resident_weights: dict[int, HostBuffer] = {}
+        self._resident_state: dict[tuple[int, int], HostBuffer] = {}
+        handles = []
+        for unit in sorted(self.plan.resident_weights):
+            layout = self.layouts[unit]
+            if not layout.pieces.weights_bytes:
+                continue
+            buffer = HostBuffer(arena.lease(layout.pieces.weights_bytes).padded)
+            self._resident_weights[unit] = buffer
+            handles.append(self.store.read_group(layout.weights_group, buffer.view))
+            if unit not in self.plan.resident_state:
+                continue
+            for index, piece in enumerate(layout.pieces.pieces):
+                if piece.state_bytes:
+                    state = HostBuffer(arena.lease(piece.state_bytes).padded)
+                    self._resident_state[unit, index] = state
+                    handles.append(self.store.read(layout.state_record(index), state.view))
+        for handle in handles:
+            handle.wait()
+
+    def _fail_pools(self, error: BaseException) -> None:
+        for pool in self._pools:
+            pool.fail(error)
+
+    # -- a step, from outside -------------------------------------------------------------------------
+
+    def start(self, state: StepState, micro_batches: Sequence[MicroBatch], ops: Sequence[Op]) -> None:
+        """Put a training step on the lanes."""
+        self._steps[state.step] = state
+        self.put(ops, begin=lambda: self.compute.begin(state.step, micro_batches, training=True))
+
+    def put(self, ops: Sequence[Op], begin: Callable[[], None] | None = None) -> None:
+        """Turn operations into tasks. `begin` runs on the compute lane, before the first of them there."""
+        tasks = []
+        for op in ops:
+            run = self._bind(op, begin if op.key.kind == "forward" and op.key.unit == 0 else None)
+            waits = [self._tasks[key] for key in op.waits if key in self._tasks]
+            label = f"{op.key.kind} {op.key.unit}" if op.key.unit >= 0 else op.key.kind
+            task = Task(op.key, op.lane, label, waits, run)
+            self._tasks[op.key] = task
+            tasks.append(task)
+        self.lanes.put(tasks)
+
+    def _bind(self, op: Op, begin: Callable[[], None] | None) -> Callable[[], Handle | None]:
+        method: Callable[[Op], Handle | None] = getattr(self, f"_{op.key.kind}")
+
+        def run() -> Handle | None:
+            if begin is not None:
+                begin()
+            return method(op)
+
+        return run
+
+    def change_clip(self, clip: str) -> None:
+        """Use another clip mode from the next step on."""
+        if clip != self.plan.clip:
+            self.plan = self.scheduler.plan = replace(self.plan, clip=clip)
+
+    def wait(self, key: Key) -> None:
+        """Until an operation is done; raises what failed."""
+        task = self._tasks.get(key)
+        if task is not None:
+            task.wait()
+
+    def wait_all(self) -> None:
+        """Until everything put so far is done."""
+        for task in list(self._tasks.values()):
+            task.wait()
+
+    def prune(self, before_step: int) -> None:
+        """Forget finished operations of old steps."""
+        self._tasks = {k: t for k, t in self._tasks.items() if k.step >= before_step or not t.done.is_set()}
+        self._steps = {step: state for step, state in self._steps.items() if step >= before_step}
+
+    def close(self) -> None:
+        """Finish or drop what is queued and end the threads."""
+        self.lanes.close()
+        self.compute.close()
+
+    # -- reading and copying --------------------------------------------------------------------------
+
+    def _read_weights(self, op: Op) -> Handle:
+        layout = self.layouts[op.key.unit]
+        buffer = self._buffers[op.key] = self._weights_pool.lease()
+        return self.store.read_group(layout.weights_group, buffer.view[: layout.pieces.weights_bytes])
+
+    def _host_weights(self, unit: int, source: Key | None) -> HostBuffer | None:
+        return self._buffers[source] if source is not None else self._resident_weights.get(unit)
+
+    def _to_gpu(self, op: Op) -> None:
+        unit = op.key.unit
+        host = self._host_weights(unit, op.source)
+        size = self.layouts[unit].pieces.weights_bytes
+        if host is None or not size:
+            return
+        with self.device.lane("to_gpu"):
+            memory = self.device.empty(size)
+            self.device.to_device(host.tensor[:size], memory)
+        self._device_weights[op.key] = memory
+
+    def _weights_for(self, op: Op, phase: str, unit: int) -> Tensor | None:
+        """The unit's weights where the device can reach them."""
+        if self.device.separate_memory:
+            return self._device_weights.get(Key(op.key.step, "to_gpu", unit, -1, phase))
+        source = op.source if unit == op.key.unit else Key(op.key.step, "read_weights", unit, -1, phase)
+        host = (
+            self._resident_weights.get(unit) if source is None or source not in self._buffers else self._buffers[source]
+        )
+        return None if host is None else host.tensor
+
+    def _free_weights(self, op: Op, phase: str, unit: int) -> None:
+        memory = self._device_weights.pop(Key(op.key.step, "to_gpu", unit, -1, phase), None)
+        if memory is not None:
+            self.device.free(memory)
+
+    # -- computing ------------------------------------------------------------------------------------
+
+    def _forward(self, op: Op) -> None:
+        unit, head = op.key.unit, len(self.layouts) - 1
+        state = self._steps.get(op.key.step)
+        trains = state is not None
+        buffer = self._gradient_buffer(unit) if unit == head and trains else None
+        tied = self._weights_for(op, "h", 0) if unit == head and self.model.tied else None
+        with self._cores, self.device.lane("gpu"), self.device.compute(op.flops):
+            self.compute.forward(unit, self._weights_for(op, "f", unit), tied, state.scale if state else None)
+            if buffer is not None and state is not None:
+                state.missing[unit] = self.compute.take_gradient(unit, buffer.tensor)
+        if buffer is not None:
+            self._gradient_made(op.key.step, unit, buffer)
+        self._free_weights(op, "f", unit)
+        if unit == head:
+            self._free_weights(op, "h", 0)
+
+    def _backward(self, op: Op) -> None:
+        unit, state = op.key.unit, self._steps[op.key.step]
+        buffer = self._gradient_buffer(unit)
+        with self._cores, self.device.lane("gpu"), self.device.compute(op.flops):
+            self.compute.backward(unit, self._weights_for(op, "b", unit), state.scale)
+            missing = self.compute.take_gradient(unit, buffer.tensor if buffer is not None else torch.empty(0))
+        state.missing[unit] = missing
+        if buffer is not None:
+            self._gradient_made(op.key.step, unit, buffer)
+        self._free_weights(op, "b", unit)
+        self._free_inputs(unit)
+
+    def _gradient_buffer(self, unit: int) -> HostBuffer | _DeviceBuffer | None:
+        """Where a unit's gradient is cast to: device memory, or on `cpu` the slab it stays in."""
+        if not self.layouts[unit].pieces.state_bytes:
+            return None
+        if self.device.separate_memory:
+            return _DeviceBuffer(self.device.empty(self.layouts[unit].pieces.weights_bytes))
+        return self._gradient_pool.lease()
+
+    def _gradient_made(self, step: int, unit: int, buffer: HostBuffer | _DeviceBuffer) -> None:
+        if isinstance(buffer, HostBuffer):
+            self._buffers[Key(step, "gradient", unit)] = buffer
+        else:
+            self._device_gradients[unit] = buffer.tensor
+
+    def _gradient(self, op: Op) -> None:
+        memory = self._device_gradients.pop(op.key.unit)
+        buffer = self._gradient_pool.lease()
+        with self.device.lane("to_host"):
+            self.device.to_host(memory, buffer.tensor[: memory.numel()])
+        self.device.free(memory)
+        self._buffers[op.key] = buffer
+
+    # -- block inputs ---------------------------------------------------------------------------------
+
+    def _input_out(self, op: Op) -> None:
+        """Send a block's input to host memory. Masks and tables that many blocks share stay on the device."""
+        block = op.key.unit - 1
+        with self.device.lane("to_host"):
+            for index, number, one in self._travelling(block):
+                assert one.tensor is not None
+                flat = one.tensor.contiguous().view(-1).view(torch.uint8)
+                slab = self._arena.try_lease(flat.numel())
+                if slab is None:
+                    raise PlanInfeasible(
+                        f"The inputs of block {block} need {format_bytes(flat.numel())} more host memory than is free. "
+                        "Raise host_memory, or use fewer or shorter micro-batches."
+                    )
+                self.device.to_host(flat, as_tensor(slab.view))
+                self._inputs[block, index, number] = slab
+        for _, _, one in self._travelling(block):
+            assert one.tensor is not None
+            one.shape, one.dtype, one.tensor = one.tensor.shape, one.tensor.dtype, None
+
+    def _input_in(self, op: Op) -> None:
+        block = op.key.unit - 1
+        arrived = self._device_inputs[op.key.unit] = []
+        with self.device.lane("to_gpu"):
+            for index, number, one in self._travelling(block):
+                slab = self._inputs.pop((block, index, number))
+                memory = self.device.empty(slab.num_bytes)
+                self.device.to_device(as_tensor(slab.view), memory)
+                slab.release()
+                assert one.dtype is not None
+                assert one.shape is not None
+                one.tensor = memory.view(one.dtype).view(one.shape)
+                arrived.append(memory)
+
+    def _travelling(self, block: int) -> Iterator[tuple[int, int, Input]]:
+        for index, cut in enumerate(self.compute.cuts):
+            for number, one in enumerate(cut.saved[block].inputs):
+                if one.leaf is not None:
+                    yield index, number, one
+
+    def _free_inputs(self, unit: int) -> None:
+        for memory in self._device_inputs.pop(unit, []):
+            self.device.free(memory)
+
+    def write_residents(self) -> None:
+        """Write through what only lives in memory, with nothing under way."""
+        handles = []
+        for unit, buffer in self._resident_weights.items():
+            layout = self.layouts[unit]
+            if layout.pieces.state_bytes:
+                handles.append(self.store.write_group(layout.weights_group, buffer.view))
+        for (unit, index), buffer in self._resident_state.items():
+            handles.append(self.store.write(self.layouts[unit].state_record(index), buffer.view))
+        for handle in handles:
+            handle.wait()
+
+    # -- gradients ------------------------------------------------------------------------------------
+
+    def _norm(self, op: Op) -> None:
+        """The norm of each gradient as the update receives it. Finite norms mean finite gradients."""
+        assert op.gradient is not None
+        unit, state = op.key.unit, self._steps[op.key.step]
+        layout, buffer = self.layouts[unit], self._buffers[op.gradient]
+        with self._cores:
+            for index, param in enumerate(layout.spec.params):
+                if not param.trainable or index in state.missing[unit]:
+                    continue
+                gradient = layout.tensor(buffer.tensor, index).to(torch.float32)
+                if state.scale is not None:
+                    finite = bool(torch.isfinite(gradient).all())
+                    state.overflow |= not finite
+                    gradient *= 1.0 / state.scale
+                norm = state.norms[param.name] = GradNorm.tensor_norm(gradient)
+                if state.scale is None and not torch.isfinite(norm) and not bool(torch.isfinite(gradient).all()):
+                    raise NonFinite(
+                        f"The gradient of {param.name} is not finite in step {state.step} (unit {layout.spec.name}). "
+                        "The step was not committed. Lower learning_rate, or look at this step's data.",
+                        step=state.step, micro_batch=None, unit=layout.spec.name,
+                    )  # fmt: skip
+
+    def _clip(self, op: Op) -> None:
+        state = self._steps[op.key.step]
+        norms = [state.norms[name] for name in self._order if name in state.norms]
+        state.total_norm = GradNorm.total_norm(norms)
+        if state.max_grad_norm is not None:
+            state.coefficient = GradNorm.clip_coefficient(state.total_norm, state.max_grad_norm)
+        if state.describe is not None:
+            state.metadata = state.describe(state)
+
+    def _spill(self, op: Op) -> Handle:
+        assert op.gradient is not None
+        layout = self.layouts[op.key.unit]
+        view = self._buffers[op.gradient].view[: layout.pieces.weights_bytes]
+        return self.store.write(layout.gradient_record, view)
+
+    def _read_gradient(self, op: Op) -> Handle:
+        layout = self.layouts[op.key.unit]
+        buffer = self._buffers[op.key] = self._gradient_pool.lease()
+        return self.store.read(layout.gradient_record, buffer.view[: layout.pieces.weights_bytes])
+
+    # -- updating -------------------------------------------------------------------------------------
+
+    def _read_state(self, op: Op) -> Handle:
+        layout = self.layouts[op.key.unit]
+        size = layout.pieces.pieces[op.key.piece].state_bytes
+        buffer = self._buffers[op.key] = self._state_pool.lease()
+        return self.store.read(layout.state_record(op.key.piece), buffer.view[: round_up(size)])
+
+    def _state_buffer(self, op: Op) -> HostBuffer:
+        key = op.key
+        resident = self._resident_state.get((key.unit, key.piece))
+        return resident or self._buffers[Key(key.step, "read_state", key.unit, key.piece, key.phase)]
+
+    def _update(self, op: Op) -> None:
+        key, state = op.key, self._steps[op.key.step]
+        layout = self.layouts[key.unit]
+        piece = layout.pieces.pieces[key.piece]
+        weights, states = self._host_weights(key.unit, op.source), self._state_buffer(op)
+        assert weights is not None
+        assert op.gradient is not None
+        gradient = self._buffers[op.gradient]
+        multipliers: list[float | Tensor] = [] if state.scale is None else [1.0 / state.scale]
+        if state.coefficient is not None and key.phase != "b":
+            multipliers.append(state.coefficient)
+        with self._cores:
+            if self.plan.clip == "speculative" and key.phase != "r":
+                self._keep_undo(key, piece.weights_offset, piece.weights_bytes, weights, states)
+            for chunk in piece.chunks:
+                param = layout.spec.params[chunk.tensor]
+                if chunk.tensor in state.missing[key.unit]:
+                    continue
+                size = self.updater.state_bytes(chunk.num_elements)
+                self.updater.update(
+                    layout.chunk(weights.tensor, chunk),
+                    states.tensor[chunk.state_offset : chunk.state_offset + size],
+                    layout.chunk(gradient.tensor, chunk),
+                    step=state.update_step - state.lag.get(param.name, 0),
+                    lr=state.learning_rate,
+                    weight_decay=self._weight_decay(param.name, param.shape),
+                    grad_multipliers=tuple(multipliers),
+                )
+
+    def _keep_undo(self, key: Key, offset: int, size: int, weights: HostBuffer, states: HostBuffer) -> None:
+        """What is on SSD is safe in its old version; what is resident needs a copy to go back to."""
+        if key.unit not in self.plan.resident_weights:
+            return
+        old_state = states.tensor.clone() if (key.unit, key.piece) in self._resident_state else torch.empty(0)
+        self._undo[key.unit, key.piece] = (weights.tensor[offset : offset + size].clone(), old_state)
+
+    def _write(self, op: Op) -> Handle:
+        key, layout = op.key, self.layouts[op.key.unit]
+        piece = layout.pieces.pieces[key.piece]
+        weights = self._host_weights(key.unit, op.source)
+        assert weights is not None
+        handles = []
+        if self._steps[key.step].commit or key.unit not in self.plan.resident_weights:
+            view = weights.view[piece.weights_offset : piece.weights_offset + round_up(piece.weights_bytes)]
+            handles.append(self.store.write(layout.weights_record(key.piece), view))
+        states = self._state_buffer(op)
+        handles.append(self.store.write(layout.state_record(key.piece), states.view[: round_up(piece.state_bytes)]))
+        joined = join(handles)
+        if states.pool is not None:
+            del self._buffers[Key(key.step, "read_state", key.unit, key.piece, key.phase)]
+            joined.then(lambda _: states.release())
+        return joined
+
+    def _evict(self, op: Op) -> None:
+        assert op.source is not None
+        self._buffers.pop(op.source).release()
+
+    # -- versions -------------------------------------------------------------------------------------
+
+    def _begin(self, op: Op) -> None:
+        self.store.begin(op.key.step, undoable=self.plan.clip == "speculative")
+
+    def _rollback(self, op: Op) -> None:
+        self.store.rollback()
+        for (unit, index), (old_weights, old_state) in self._undo.items():
+            piece = self.layouts[unit].pieces.pieces[index]
+            weights = self._resident_weights[unit].tensor
+            weights[piece.weights_offset : piece.weights_offset + piece.weights_bytes].copy_(old_weights)
+            if old_state.numel():
+                self._resident_state[unit, index].tensor.copy_(old_state)
+        self._undo.clear()
+
+    def _commit(self, op: Op) -> Handle:
+        return self.store.commit(op.key.step, self._steps[op.key.step].metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceBuffer:
+    tensor: Tensor
+
+
+def join(handles: Sequence[Handle]) -> Handle:
+    """One handle that is done when all are; it has the first error."""
+    if len(handles) == 1:
+        return handles[0]
+    joined = Handle("; ".join(handle.what for handle in handles))
+    left, guard = len(handles), threading.Lock()
+
+    def one_done(_: Handle) -> None:
+        nonlocal left
+        with guard:
+            left -= 1
+            last = left == 0
+        if last:
+            joined.finish(error=next((handle.error for handle in handles if handle.error is not None), None))
+
+    for handle in handles:
+        handle.then(one_done)
+    return joined

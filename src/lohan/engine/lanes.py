@@ -1,0 +1,175 @@
+"""Lanes: one thread each, doing their tasks in the order they were given, each when its waits are over.
+
+A task belongs to a lane and names the tasks it waits for. Nothing else orders anything: two tasks of different
+lanes without a wait between them run at the same time. A task is done when its work is really finished; one
+that returns a handle is done when the handle is, and the lane goes on meanwhile, so a lane that only issues
+I/O keeps the drive's queue full.
+
+A task without a lane only has waits; it is for letting go of memory.
+
+When a task fails, every task that is not done yet fails with the same error, whoever waits gets it, and the
+lanes stand still until they are closed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from lohan.store import Handle
+
+Span = tuple[str, str, float, float]
+"""Lane, label, first and last perf_counter()."""
+
+
+class Task:
+    """One operation of a schedule, from issue to done."""
+
+    __slots__ = ("_callbacks", "_guard", "done", "error", "key", "label", "lane", "run", "waits")
+
+    def __init__(self, key: Hashable, lane: str, label: str, waits: Sequence[Task], run: Callable[[], Handle | None]):
+        self.key, self.lane, self.label, self.waits, self.run = key, lane, label, waits, run
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._guard = threading.Lock()
+
+    def set_done(self) -> None:
+        self.waits = ()  # a long chain of finished tasks must not be kept alive by its end
+        with self._guard:
+            self.done.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call when done, on the thread that finishes it; at once if it is."""
+        with self._guard:
+            if not self.done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self) -> None:
+        """Until done; raises what failed."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Lanes:
+    """The threads of an engine."""
+
+    def __init__(self, names: Sequence[str], *, on_failure: Callable[[BaseException], None]):
+        self.failure: BaseException | None = None
+        self._on_failure = on_failure
+        self._guard = threading.Lock()
+        self._lanes = {name: _Lane(self, name) for name in names}
+        self.spans: deque[Span] = deque(maxlen=200_000)
+        for lane in self._lanes.values():
+            lane.start()
+
+    def put(self, tasks: Iterable[Task]) -> None:
+        """Add tasks; a lane does its own in this order."""
+        for task in tasks:
+            if task.lane:
+                self._lanes[task.lane].put(task)
+            else:
+                self._when_ready(task)
+
+    def _when_ready(self, task: Task) -> None:
+        """A task without a lane runs by itself, on whatever thread ends its last wait."""
+        left, guard = len(task.waits) + 1, threading.Lock()
+
+        def one_done() -> None:
+            nonlocal left
+            with guard:
+                left -= 1
+                last = left == 0
+            if last:
+                self.run(task)
+
+        for other in tuple(task.waits):
+            other.then(one_done)
+        one_done()
+
+    def run(self, task: Task) -> None:
+        """Do a task whose waits are over."""
+        started = time.perf_counter()
+        if self.failure is not None:
+            task.error = self.failure
+            task.set_done()
+            return
+        try:
+            handle = task.run()
+        except BaseException as error:
+            self.finished(task, started, error)
+            return
+        if handle is None:
+            self.finished(task, started, None)
+        else:
+            handle.then(lambda h: self.finished(task, started, h.error))
+
+    def fail(self, error: BaseException) -> None:
+        """Stop everything: the first error is the one everybody gets."""
+        with self._guard:
+            if self.failure is not None:
+                return
+            self.failure = error
+        self._on_failure(error)
+        for lane in self._lanes.values():
+            lane.wake()
+
+    def finished(self, task: Task, started: float, error: BaseException | None) -> None:
+        if task.lane:
+            self.spans.append((task.lane, task.label, started, time.perf_counter()))
+        if error is not None:
+            self.fail(error)
+            task.error = self.failure
+        task.set_done()
+
+    def close(self) -> None:
+        """Do what is queued (or drop it after a failure) and end the threads."""
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class _Lane(threading.Thread):
+    def __init__(self, owner: Lanes, name: str):
+        super().__init__(name=f"lohan-{name}", daemon=True)
+        self._owner = owner
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, task: Task) -> None:
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self.join()
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._tasks and not self._closed:
+                    self._changed.wait()
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+            self._do(task)
+
+    def _do(self, task: Task) -> None:
+        for other in task.waits:
+            other.done.wait()
+        self._owner.run(task)

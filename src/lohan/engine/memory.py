@@ -1,0 +1,86 @@
+"""How much host memory computing takes beside the slabs, before it does.
+
+On `cpu` everything the computation holds is host memory: weights cast for computing, gradients, what a block keeps
+for its own backward, the head's logits, and the block inputs that wait for backward. Elsewhere that is the device's
+memory, and the host only holds block inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lohan.engine.layout import UnitLayout
+from lohan.models.units import Units
+from lohan.plan.fit import HostBudget
+
+# Python objects, thread stacks, the allocator's own slack, libraries that are loaded with the first operator.
+_OVERHEAD_BYTES = 48 << 20
+# Copies of the logits alive at once in loss and backward: logits, their fp32 form, log-softmax, its gradient.
+_LOGITS_COPIES = 4
+# What a block keeps for its backward, in multiples of its matmuls' inputs and outputs.
+_BLOCK_COPIES = 2
+
+
+def host_budget(
+    model: nn.Module,
+    units: Units,
+    layouts: Sequence[UnitLayout],
+    *,
+    total: int,
+    max_tokens: int,
+    all_tokens: int,
+    dtype: torch.dtype,
+    separate_memory: bool,
+) -> HostBudget:
+    """Split host memory between computing, block inputs and staging."""
+    inputs = len(units.blocks) * all_tokens * _hidden_size(model, units) * dtype.itemsize
+    largest = max(param.num_elements for param in units.params) * 4  # a norm is taken of a whole fp32 tensor
+    if separate_memory:
+        return HostBudget(total=total, compute=_OVERHEAD_BYTES + largest, inputs=inputs + (inputs >> 4) + (4 << 20))
+    compute = (
+        _OVERHEAD_BYTES
+        + inputs
+        + max(_block_bytes(layouts, max_tokens, dtype), _outer_bytes(units, layouts, max_tokens, dtype))
+    )
+    return HostBudget(total=total, compute=compute, inputs=0)
+
+
+def _hidden_size(model: nn.Module, units: Units) -> int:
+    config = getattr(model, "config", None)
+    for name in ("hidden_size", "n_embd", "d_model"):
+        size = getattr(config, name, None)
+        if isinstance(size, int):
+            return size
+    tables = [param.shape for param in units.embedding.params if len(param.shape) == 2]
+    return max((shape[1] for shape in tables), default=max(min(p.shape) for p in units.params if p.shape))
+
+
+def _block_bytes(layouts: Sequence[UnitLayout], tokens: int, dtype: torch.dtype) -> int:
+    most = 0
+    for layout in layouts[1:-1]:
+        weights = layout.pieces.num_elements * dtype.itemsize
+        cast = weights if dtype != layout.wire else 0
+        widest = max((param.num_elements for param in layout.spec.params), default=0) * dtype.itemsize
+        wide = sum(sum(param.shape[-2:]) for param in layout.spec.params if len(param.shape) >= 2)
+        most = max(most, cast + weights + widest + _BLOCK_COPIES * wide * tokens * dtype.itemsize)
+    return most
+
+
+def _outer_bytes(units: Units, layouts: Sequence[UnitLayout], tokens: int, dtype: torch.dtype) -> int:
+    """Head and embedding: weights, gradients (a tied one is held twice), logits."""
+    size = dtype.itemsize
+    tied = sum(param.num_elements for param in units.embedding.params if param.name in units.tied) * size
+    head = layouts[-1].pieces.num_elements * size
+    embedding = layouts[0].pieces.num_elements * size
+    cast = 1 if dtype != layouts[0].wire else 0
+    words = max(
+        (param.shape[0] for param in (*units.head.params, *units.embedding.params) if len(param.shape) == 2), default=0
+    )
+    logits = _LOGITS_COPIES * tokens * words * 4
+    at_head = (1 + cast) * (head + tied) + logits
+    at_embedding = 2 * embedding + tied + (embedding if cast else 0)
+    return math.ceil(max(at_head, at_embedding))

@@ -1,0 +1,63 @@
+"""Equal slabs of host memory for one purpose, cut from the arena at start and handed round.
+
+Each purpose (weights, state, gradients) has a pool of its own, so that one can never take the memory another
+needs to make progress: that is what keeps the lanes free of deadlock, whatever their timing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from lohan.store import Arena, Slab
+
+
+def as_tensor(memory: memoryview) -> Tensor:
+    """The same bytes as a tensor."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class HostBuffer:
+    """Bytes of host memory: a tensor for arithmetic, a memoryview for the store."""
+
+    __slots__ = ("pool", "tensor", "view")
+
+    def __init__(self, view: memoryview, pool: Pool | None = None):
+        self.view = view
+        self.tensor = as_tensor(view)
+        self.pool = pool
+
+    def release(self) -> None:
+        if self.pool is not None:
+            self.pool.give_back(self)
+
+
+class Pool:
+    """A fixed number of slabs."""
+
+    def __init__(self, arena: Arena, slab_bytes: int, num_slabs: int):
+        self._slabs: list[Slab] = [arena.lease(slab_bytes) for _ in range(num_slabs)] if slab_bytes else []
+        self._free = deque(HostBuffer(slab.padded, self) for slab in self._slabs)
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def lease(self) -> HostBuffer:
+        """Wait for a slab. Raises the run's error if it fails meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
+            return self._free.popleft()
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()

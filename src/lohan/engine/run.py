@@ -1,0 +1,507 @@
+"""A training run: a model whose state lives on SSD, trained step by step.
+
+    with lohan.open_run(model="path/to/hf", ssd=["/nvme0/run"], host_memory="24GB", learning_rate=1e-5) as run:
+        for micro_batches in loader:
+            out = run.step(micro_batches)      # out.loss, out.grad_norm, out.tokens, out.seconds
+        run.export("out/")
+
+open_run() makes the store from the model the first time and goes on from its last commit afterwards. step() returns
+when the step's gradients and norm are known; updates still under way flow into the next step's forward. The plan
+is made with the first step, when the size of a micro-batch is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lohan.engine.compute import Compute, MicroBatch
+from lohan.engine.devices import Device, VirtualOptions, open_device
+from lohan.engine.engine import Engine, StepState
+from lohan.engine.layout import UnitLayout, lay_out, model_size, records_of
+from lohan.engine.load import fill_store
+from lohan.engine.memory import host_budget
+from lohan.engine.settings import Settings
+from lohan.errors import ConfigError
+from lohan.models.checkpoint import match_folder
+from lohan.models.folder import open_folder
+from lohan.models.skeleton import build_skeleton
+from lohan.models.source import MasterSource, ModuleSource
+from lohan.models.units import Units, partition
+from lohan.optim import LossScale, Updater
+from lohan.plan.fit import Wishes, fit_plan
+from lohan.plan.pieces import PIECE_ELEMENTS
+from lohan.plan.plan import Plan
+from lohan.plan.schedule import Key
+from lohan.sizes import parse_size
+from lohan.store import Arena, RecordSpec, Store, create_store, has_store, open_store
+
+# Speculation pays while few steps clip: a step that does is updated twice. Both numbers picked by arithmetic on
+# the traffic (a redo costs about one more update), not measured.
+_RECENT_STEPS = 20
+_MAX_CLIPPED_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step says."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    """Of the whole gradient before clipping; None when the step was skipped."""
+
+    skipped: bool
+    """A gradient overflowed fp16: nothing was updated and the loss scale was lowered."""
+
+    tokens: int
+    seconds: float
+    learning_rate: float
+
+
+class Run:
+    """An open run. Made by open_run()."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        units: Units,
+        layouts: Sequence[UnitLayout],
+        updater: Updater,
+        store: Store,
+        device: Device,
+        settings: Settings,
+        host_bytes: int,
+        commit_every: int,
+        wishes: Wishes,
+        folder: Path | None,
+    ):
+        self.model, self.units, self.layouts, self.store, self.device = model, units, layouts, store, device
+        self.settings = settings
+        self.plan: Plan | None = None
+        self._updater, self._host_bytes, self._commit_every = updater, host_bytes, commit_every
+        self._wishes, self._folder = wishes, folder
+        self._schedule = settings.make_schedule()
+        self._order = [name for name, _ in model.named_parameters()]
+        self._recent: deque[bool] = deque(maxlen=_RECENT_STEPS)
+        self._engine: Engine | None = None
+        self._owned = ExitStack()
+        self._shape: tuple[int, ...] = ()
+        self._evaluations = 0
+        saved = store.metadata
+        self.step_number: int = saved["step"]
+        """Steps taken so far; the next one has the next number."""
+        self._updates: int = saved["updates"]
+        self._lag: dict[str, int] = dict(saved["lag"])
+        self._scale = _make_scale(settings, saved.get("loss_scale"))
+        self._uncommitted = False
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def step(self, micro_batches: Sequence[MicroBatch], *, metadata: Mapping[str, Any] | None = None) -> StepResult:
+        """One optimizer step over all micro-batches. `metadata` is kept with the step if it is committed."""
+        started = time.perf_counter()
+        engine = self._ready(micro_batches)
+        number = self.step_number + 1
+        commit = number % self._commit_every == 0
+        self._choose_clip(engine)
+        rate = self.settings.learning_rate * self._schedule(number)
+        state = StepState(
+            step=number,
+            update_step=self._updates + 1,
+            learning_rate=rate,
+            max_grad_norm=self.settings.max_grad_norm,
+            scale=None if self._scale is None else self._scale.scale,
+            lag=self._lag,
+            commit=commit,
+            describe=lambda done: self._describe(done, dict(metadata or {})),
+        )
+        try:
+            with self.device.rng_state_guard():
+                engine.start(state, micro_batches, engine.scheduler.step(number, commit=commit))
+                engine.wait(Key(number, "clip"))
+            self._settle(engine, state)
+        except BaseException as error:
+            engine.lanes.fail(error)  # nothing more can be done with this run: it stays at its last commit
+            raise
+        self.step_number = number
+        self._uncommitted = not commit
+        engine.prune(number - 1)
+        norm = None if state.overflow or state.total_norm is None else float(state.total_norm)
+        tokens = sum(int(batch["input_ids"].numel()) for batch in micro_batches if "input_ids" in batch)
+        seconds = time.perf_counter() - started
+        return StepResult(number, _sum(engine.compute.losses), norm, state.overflow, tokens, seconds, rate)
+
+    def _settle(self, engine: Engine, state: StepState) -> None:
+        """The step's norm is known: keep, redo or drop what was updated on a guess, and count."""
+        clip = engine.plan.clip
+        if clip == "speculative":
+            redo = state.clips and not state.overflow
+            engine.put(engine.scheduler.settle(state.step, redo=redo, skip=state.overflow))
+        elif state.overflow:
+            engine.put(engine.scheduler.skip())
+        self._recent.append(state.clips)
+        if self._scale is not None:
+            self._scale.record(overflow=state.overflow)
+        if not state.overflow:
+            self._updates += 1
+            self._lag = self._lag_after(state)
+
+    def _lag_after(self, state: StepState) -> dict[str, int]:
+        lag = dict(self._lag)
+        for unit, missing in state.missing.items():
+            for index in missing:
+                name = self.layouts[unit].spec.params[index].name
+                lag[name] = lag.get(name, 0) + 1
+        return lag
+
+    def _describe(self, state: StepState, user: dict[str, Any]) -> dict[str, Any]:
+        """What a commit of this step says. Called on a lane, once the norm is known."""
+        scale = None
+        if self._scale is not None:
+            after = LossScale.from_dict(self._scale.to_dict())
+            after.record(overflow=state.overflow)
+            scale = after.to_dict()
+        return {
+            "step": state.step,
+            "updates": self._updates + (0 if state.overflow else 1),
+            "lag": dict(self._lag) if state.overflow else self._lag_after(state),
+            "loss_scale": scale,
+            "run": self.settings.identity(),
+            "user": user,
+        }
+
+    def _choose_clip(self, engine: Engine) -> None:
+        """With clip: auto, guess that a step will not clip while few do."""
+        if self._wishes.clip != "auto" or engine.plan.clip == "immediate":
+            return
+        can_undo = self._wishes.versions >= 3 or (self._wishes.versions == 2 and self._commit_every == 1)
+        often = len(self._recent) >= 3 and sum(self._recent) > _MAX_CLIPPED_SHARE * len(self._recent)
+        engine.change_clip("speculative" if can_undo and not often else "deferred")
+
+    def _ready(self, micro_batches: Sequence[MicroBatch]) -> Engine:
+        """The engine for micro-batches of this size: made with the first step, made again if they grow."""
+        if not micro_batches:
+            raise ConfigError("A step needs at least one micro-batch.")
+        for index, batch in enumerate(micro_batches):
+            if "labels" not in batch:
+                raise ConfigError(f"Micro-batch {index} has no labels. Pass input_ids, labels and attention_mask.")
+        tokens = [int(batch["labels"].numel()) for batch in micro_batches]
+        shape = (max(tokens), sum(tokens))
+        if self._engine is not None and all(new <= old for new, old in zip(shape, self._shape, strict=True)):
+            return self._engine
+        self._close_engine()
+        size = model_size(self.layouts, tied=bool(self.units.tied), tokens=sum(tokens))
+        budget = host_budget(
+            self.model, self.units, self.layouts, total=self._host_bytes, max_tokens=max(tokens),
+            all_tokens=sum(tokens), dtype=self.settings.compute(self.device.name),
+            separate_memory=self.device.separate_memory,
+        )  # fmt: skip
+        plan = fit_plan(size, budget, self._wishes)
+        if plan.gradients_on_ssd and not self.store.layout.has(self.layouts[-1].gradient_record):
+            raise ConfigError(
+                "This run's store was made without room for gradients, and host_memory cannot hold them. "
+                "Raise host_memory, or create the run again."
+            )
+        self.plan, self._shape = plan, shape
+        try:
+            arena = Arena(budget.staging // 4096 * 4096)
+            self._owned.callback(arena.close)
+            self.device.pin(arena.memory)
+            self._owned.callback(self.device.unpin, arena.memory)
+            compute = Compute(
+                self.model, self.units, self.layouts, self.device,
+                compute_dtype=self.settings.compute(self.device.name), wire=self.settings.wire, seed=self.settings.seed,
+            )  # fmt: skip
+            self._engine = Engine(
+                compute=compute, device=self.device, store=self.store, arena=arena, updater=self._updater,
+                layouts=self.layouts, model=size, plan=plan, parameter_order=self._order,
+                weight_decay=self.settings.decay,
+            )  # fmt: skip
+        except BaseException:
+            self._owned.close()
+            raise
+        return self._engine
+
+    def _close_engine(self) -> None:
+        """Let go of an engine whose plan no longer fits, with all it knows written down."""
+        if self._engine is None:
+            return
+        try:
+            self._settle_all()
+        finally:
+            engine, self._engine = self._engine, None
+            engine.close()
+            self._owned.close()
+
+    # -- other uses -----------------------------------------------------------------------------------
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The loss of these micro-batches with the current weights, without dropout. Training's bits are untouched."""
+        engine = self._ready(micro_batches)
+        self._evaluations += 1
+        number = -self._evaluations
+        with self.device.rng_state_guard():
+            engine.put(engine.scheduler.drain())
+            ops = engine.scheduler.evaluate(number)
+            engine.put(ops, begin=lambda: engine.compute.begin(number, micro_batches, training=False))
+            engine.wait(Key(number, "forward", len(self.layouts) - 1))
+        return _sum(engine.compute.losses)
+
+    def commit(self, metadata: Mapping[str, Any] | None = None) -> None:
+        """Finish all updates and make the last step durable, if it is not yet."""
+        if self._engine is not None:
+            self._engine.put(self._engine.scheduler.drain())
+            self._engine.wait_all()
+        if not self._uncommitted:
+            return
+        if self._engine is not None:
+            self._engine.write_residents()
+        state = {
+            "step": self.step_number,
+            "updates": self._updates,
+            "lag": self._lag,
+            "loss_scale": None if self._scale is None else self._scale.to_dict(),
+            "run": self.settings.identity(),
+            "user": dict(metadata or {}),
+        }
+        self.store.commit(self.step_number, state).wait()
+        self._uncommitted = False
+
+    def read_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's wire weight, one after another, as of the last commit or step."""
+        self._settle_all()
+        for layout in self.layouts:
+            buffer = torch.empty(layout.pieces.weights_bytes, dtype=torch.uint8)
+            if buffer.numel():
+                self.store.read_group(layout.weights_group, buffer.numpy()).wait()
+            for index, param in enumerate(layout.spec.params):
+                yield param.name, layout.tensor(buffer, index).clone()
+
+    def read_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Every trained parameter's fp32 master and moments, one after another. For tests and curious people."""
+        self._settle_all()
+        for layout in self.layouts:
+            found: dict[int, list[tuple[Tensor, dict[str, Tensor]]]] = {}
+            for index, piece in enumerate(layout.pieces.pieces):
+                if not piece.state_bytes:
+                    continue
+                state = torch.empty(piece.state_bytes, dtype=torch.uint8)
+                weights = torch.empty(piece.weights_bytes, dtype=torch.uint8)
+                self.store.read(layout.state_record(index), state.numpy()).wait()
+                self.store.read(layout.weights_record(index), weights.numpy()).wait()
+                for chunk in piece.chunks:
+                    start = chunk.weights_offset - piece.weights_offset
+                    size = chunk.num_elements * layout.wire.itemsize
+                    wire = weights[start : start + size].view(layout.wire)
+                    part = state[
+                        chunk.state_offset : chunk.state_offset + self._updater.state_bytes(chunk.num_elements)
+                    ]
+                    master = torch.empty(chunk.num_elements)
+                    self._updater.read_master(wire, part, master)
+                    moments = self._updater.read_moments(wire, part)
+                    found.setdefault(chunk.tensor, []).append((master, moments))
+            for tensor, parts in found.items():
+                param = layout.spec.params[tensor]
+                master = torch.cat([one for one, _ in parts]).view(param.shape)
+                names = parts[0][1]
+                moments = {name: torch.cat([m[name] for _, m in parts]).view(param.shape) for name in names}
+                yield param.name, master, moments
+
+    def _settle_all(self) -> None:
+        if self._engine is not None:
+            self._engine.put(self._engine.scheduler.drain())
+            self._engine.wait_all()
+            if self._uncommitted:
+                self._engine.write_residents()
+
+    def close(self, *, commit: bool = True) -> None:
+        """Finish the updates under way and, unless the run has failed, commit its last step."""
+        failed = self._engine is not None and self._engine.lanes.failure is not None
+        try:
+            if commit and not failed:
+                self.commit()
+        finally:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+            self._owned.close()
+
+
+def _sum(losses: Sequence[float]) -> float:
+    total = 0.0
+    for loss in losses:  # not sum(): from Python 3.12 on that is another rounding
+        total += loss
+    return total
+
+
+def _make_scale(settings: Settings, saved: dict[str, Any] | None) -> LossScale | None:
+    wanted = settings.loss_scale
+    if wanted is None and settings.wire == torch.float16:
+        wanted = "dynamic"
+    if wanted is None:
+        return None
+    if saved is not None:
+        return LossScale.from_dict(saved)
+    if isinstance(wanted, str):
+        if wanted != "dynamic":
+            raise ConfigError(f'loss_scale is {wanted!r}. Write a number, or "dynamic".')
+        return LossScale()
+    return LossScale.static(float(wanted))
+
+
+@contextmanager
+def open_run(
+    *,
+    model: str | Path | nn.Module,
+    ssd: str | Path | Sequence[str | Path],
+    host_memory: str | int,
+    gpu_memory: str | int | None = None,
+    device: str = "auto",
+    blocks: str | None = None,
+    commit_every: int = 1,
+    versions: int | None = None,
+    clip: str = "auto",
+    strategy: str = "lohan",
+    left_units: int = 0,
+    weights: Sequence[float] | None = None,
+    virtual: VirtualOptions | None = None,
+    keep_nothing_in_memory: bool = False,
+    piece_elements: int = PIECE_ELEMENTS,
+    trust_remote_code: bool = False,
+    progress: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> Iterator[Run]:
+    """Open a run on these SSD directories: a new one from `model`, or the one that is there.
+
+    The other arguments are fields of Settings: learning_rate, max_grad_norm, state_format and so on. On leaving, the
+    last step is committed; after an error the run stays at its last commit.
+    """
+    chosen = Settings(**settings) if settings else Settings()
+    directories = [Path(ssd)] if isinstance(ssd, (str, Path)) else [Path(d) for d in ssd]
+    host_bytes = parse_size(host_memory, name="host_memory")
+    gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory, name="gpu_memory")
+    if commit_every < 1:
+        raise ConfigError(f"commit_every is {commit_every}; 1 commits every step, 10 every tenth.")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    needs_clip = chosen.max_grad_norm is not None or _make_scale(chosen, None) is not None
+    if clip not in ("auto", "deferred", "speculative"):
+        raise ConfigError(f"clip is {clip!r}. Write auto, deferred or speculative.")
+    if versions is None:
+        versions = 3 if needs_clip and clip == "speculative" and commit_every > 1 else 2
+    wishes = Wishes(
+        separate_memory=device != "cpu", clip=clip if needs_clip else "none", versions=versions,
+        commit_every=commit_every, strategy=strategy, left_units=left_units, keep_nothing=keep_nothing_in_memory,
+    )  # fmt: skip
+    with ExitStack() as owned:
+        opened = owned.enter_context(open_device(device, memory_bytes=gpu_bytes, options=virtual))
+        module, source, folder = _open_model(model, chosen, opened, trust_remote_code, owned)
+        for name, parameter in module.named_parameters():
+            if chosen.is_frozen(name):
+                parameter.requires_grad_(False)
+        units = partition(module, blocks)
+        updater = Updater(chosen.make_optimizer(), chosen.make_format(), chosen.wire)
+        layouts = lay_out(units, chosen.wire, updater, piece_elements)
+        store = owned.enter_context(
+            _store_for(
+                directories,
+                layouts,
+                updater,
+                lambda: source(module, units),
+                chosen,
+                versions=versions,
+                gradients=needs_clip or strategy == "separate-stage" or left_units > 0,
+                weights=weights,
+                progress=progress,
+            )
+        )
+        run = Run(
+            model=module, units=units, layouts=layouts, updater=updater, store=store, device=opened, settings=chosen,
+            host_bytes=host_bytes, commit_every=commit_every, wishes=wishes, folder=folder,
+        )  # fmt: skip
+        try:
+            yield run
+        except BaseException:
+            run.close(commit=False)
+            raise
+        run.close()
+
+
+def _open_model(
+    model: str | Path | nn.Module, settings: Settings, device: Device, trust_remote_code: bool, owned: ExitStack
+) -> tuple[nn.Module, Callable[[nn.Module, Units], MasterSource], Path | None]:
+    """The model without its weights, and how to get at those if they are needed."""
+    if isinstance(model, nn.Module):
+        module = model
+        return module, lambda m, _: ModuleSource(m), None
+    path = Path(model)
+    module = build_skeleton(path, compute_dtype=settings.compute(device.name), trust_remote_code=trust_remote_code)
+
+    def source(built: nn.Module, units: Units) -> MasterSource:
+        return match_folder(owned.enter_context(open_folder(path)), built, units)
+
+    return module, source, path
+
+
+@contextmanager
+def _store_for(
+    directories: list[Path],
+    layouts: Sequence[UnitLayout],
+    updater: Updater,
+    source: Callable[[], MasterSource],
+    settings: Settings,
+    *,
+    versions: int,
+    gradients: bool,
+    weights: Sequence[float] | None,
+    progress: Callable[[int], None] | None,
+) -> Iterator[Store]:
+    """The run's store: the one that is there, or a new one filled from the model."""
+    records = records_of(layouts, gradients=gradients)
+    if not any(has_store(directory) for directory in directories):
+        first = source()  # whatever is wrong with the model is said before any space is taken
+        create_store(directories, records, versions=versions, weights=weights)
+    with open_store(directories) as store:
+        if store.committed_step is None:
+            first = source()
+            _check_records(store, records, directories)
+            fill_store(store, layouts, updater, first, _first_metadata(settings), progress)
+        else:
+            _check_records(store, records_of(layouts, gradients=False), directories)
+            _check_identity(store, settings, directories)
+        yield store
+
+
+def _first_metadata(settings: Settings) -> dict[str, Any]:
+    return {"step": 0, "updates": 0, "lag": {}, "loss_scale": None, "run": settings.identity(), "user": {}}
+
+
+def _check_records(store: Store, records: Sequence[RecordSpec], directories: list[Path]) -> None:
+    sizes = {record.name: record.num_bytes for record in store.layout.records}
+    for record in records:
+        if sizes.get(record.name) != record.num_bytes:
+            raise ConfigError(
+                f"The run in {directories[0]} was made for another model or other settings: it has "
+                f"{sizes.get(record.name, 0)} bytes for {record.name} and {record.num_bytes} are needed. "
+                "Give the model it was made from, or another directory in `ssd`."
+            )
+
+
+def _check_identity(store: Store, settings: Settings, directories: list[Path]) -> None:
+    saved, wanted = store.metadata["run"], settings.identity()
+    for name, value in wanted.items():
+        if saved.get(name) != value:
+            raise ConfigError(
+                f"The run in {directories[0]} was made with {name} = {saved.get(name)!r}, and now it is {value!r}. "
+                f"Set {name} to {saved.get(name)!r}, or give another directory in `ssd`."
+            )

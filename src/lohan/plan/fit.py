@@ -1,0 +1,164 @@
+"""A Plan that fits the budgets: how many slabs, what stays in memory, how clipping waits.
+
+Spent in this order, each only while it fits: the slabs without which nothing moves; the gradients that clipping
+must hold; more slabs, until the drive can always be kept busy; then units that stay in memory, those first
+that are needed soonest after the turn of forward and backward and again at the turn of the step: the head and the
+units above, the embedding (whose update is last and whose fetch is first), then down from the top.
+
+Pure: numbers in, decision out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lohan.errors import PlanInfeasible
+from lohan.plan.plan import ModelSize, Plan
+from lohan.sizes import format_bytes
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBudget:
+    """What host memory is for, in bytes."""
+
+    total: int
+    compute: int
+    """What computing holds outside of the slabs: everything on `cpu`, little elsewhere."""
+
+    inputs: int
+    """Block inputs that wait for backward in host memory."""
+
+    @property
+    def staging(self) -> int:
+        return self.total - self.compute
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the user asked for."""
+
+    separate_memory: bool
+    clip: str
+    """none, deferred, speculative or auto."""
+
+    versions: int
+    commit_every: int
+    strategy: str = "lohan"
+    left_units: int = 0
+    keep_nothing: bool = False
+    """Let nothing stay in memory, however much is free: for tests and measurements."""
+
+
+def _slab_bytes(model: ModelSize, plan: Plan) -> tuple[int, int, int]:
+    units = range(len(model.units))
+    weights = max((model.units[u].weights_bytes for u in units if u not in plan.resident_weights), default=0)
+    state = max((max(model.units[u].state_bytes, default=0) for u in units if u not in plan.resident_state), default=0)
+    gradient = max((unit.weights_bytes for unit in model.units if unit.trained_pieces), default=0)
+    return weights, _pages(state), gradient
+
+
+def staging_bytes(model: ModelSize, plan: Plan) -> int:
+    """What a plan takes of the staging arena."""
+    weights, state, gradient = _slab_bytes(model, plan)
+    total = plan.weights_slabs * weights + plan.state_slabs * state + plan.gradient_slabs * gradient
+    for unit in plan.resident_weights:
+        total += model.units[unit].weights_bytes
+    for unit in plan.resident_state:
+        total += sum(_pages(size) for size in model.units[unit].state_bytes)
+    return total
+
+
+def undo_bytes(model: ModelSize, plan: Plan) -> int:
+    """What a speculative step keeps of resident units, to go back to; outside the arena."""
+    if plan.clip != "speculative":
+        return 0
+    total = sum(sum(model.units[u].piece_weights_bytes) for u in plan.resident_weights)
+    return total + sum(sum(model.units[u].state_bytes) for u in plan.resident_state)
+
+
+def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
+    """The plan of a run, or PlanInfeasible with the budget that would do."""
+    free = budget.staging - budget.inputs
+    empty = frozenset(u for u, unit in enumerate(model.units) if not unit.weights_bytes)
+    plan = Plan(
+        strategy=wishes.strategy,
+        separate_memory=wishes.separate_memory,
+        inputs_in_host=wishes.separate_memory,
+        resident_weights=empty,
+        resident_state=empty,
+        separate_stage=wishes.strategy == "separate-stage",
+        left_units=_spread(model, wishes.left_units),
+        weights_slabs=3,
+        state_slabs=2,
+        gradient_slabs=2,
+    )
+    if wishes.clip != "none":
+        mode = wishes.clip
+        if mode == "auto":
+            mode = "speculative" if _can_undo(wishes) else "deferred"
+        if mode == "speculative" and not _can_undo(wishes):
+            raise PlanInfeasible(
+                f"clip: speculative needs a third version on SSD when only every {wishes.commit_every}th step is "
+                "committed. Set versions: 3, or commit every step, or use clip: deferred."
+            )
+        plan = replace(plan, clip=mode)
+    holds = plan.clip != "immediate" or plan.separate_stage or bool(plan.left_units)
+    if holds:
+        trained = sum(1 for unit in model.units if unit.trained_pieces)
+        in_ram = replace(plan, gradient_slabs=trained + 1)
+        fits = staging_bytes(model, in_ram) <= free and not wishes.keep_nothing
+        plan = in_ram if fits else replace(plan, gradients_on_ssd=True, gradient_slabs=3)
+    needed = staging_bytes(model, plan)
+    if needed > free:
+        raise PlanInfeasible(
+            f"host_memory is {format_bytes(budget.total)} and this run needs at least "
+            f"{format_bytes(needed + budget.compute + budget.inputs)}: {format_bytes(needed)} between SSD and device, "
+            f"{format_bytes(budget.compute)} to compute, {format_bytes(budget.inputs)} for block inputs.\n"
+            f"Set host_memory to {format_bytes((needed + budget.compute + budget.inputs) * 1.02)} or more, "
+            "or use fewer or shorter micro-batches."
+        )
+    for better in (
+        {"state_slabs": 4},
+        {"weights_slabs": 4},
+        {"state_slabs": 8},
+        {"weights_slabs": 5},
+        {"state_slabs": 16},
+        {"gradient_slabs": plan.gradient_slabs + 1},
+    ):
+        candidate = replace(plan, **better)  # type: ignore[arg-type]
+        if staging_bytes(model, candidate) <= free:
+            plan = candidate
+    return plan if wishes.keep_nothing else _keep_in_memory(model, plan, free)
+
+
+def _keep_in_memory(model: ModelSize, plan: Plan, free: int) -> Plan:
+    """Let units stay in memory while they fit: all of a unit if possible, its weights otherwise."""
+    last = len(model.units) - 1
+    order = [u for u in (0, *range(last, 0, -1)) if u not in plan.resident_weights]
+    for unit in order:
+        both = replace(
+            plan, resident_weights=plan.resident_weights | {unit}, resident_state=plan.resident_state | {unit}
+        )
+        weights = replace(plan, resident_weights=plan.resident_weights | {unit})
+        for candidate in (both, weights):
+            if staging_bytes(model, candidate) + undo_bytes(model, candidate) <= free:
+                plan = candidate
+                break
+    return plan
+
+
+def _can_undo(wishes: Wishes) -> bool:
+    return wishes.versions >= 3 or (wishes.versions == 2 and wishes.commit_every == 1)
+
+
+def _spread(model: ModelSize, count: int) -> frozenset[int]:
+    """Units whose update is left for the next forward, evenly over the depth: the drives' work is spread, too."""
+    blocks = [u for u, unit in enumerate(model.units) if unit.trained_pieces and unit.kind != "embedding"]
+    count = min(count, len(blocks))
+    return frozenset(blocks[(2 * i + 1) * len(blocks) // (2 * count)] for i in range(count))
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES

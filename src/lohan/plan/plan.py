@@ -1,0 +1,92 @@
+"""The Plan: every decision of a run, as data. The engine never weighs two options; it reads them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CLIP_MODES = ("immediate", "deferred", "speculative")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """A unit, as far as scheduling it needs to know."""
+
+    kind: str
+    """embedding, block or head."""
+
+    weights_bytes: int
+    piece_weights_bytes: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    """Of each piece; 0 for a frozen one."""
+
+    num_parameters: int
+    forward_flops: float = 0.0
+    """For one step's tokens, all micro-batches."""
+
+    @property
+    def trained_pieces(self) -> tuple[int, ...]:
+        return tuple(index for index, size in enumerate(self.state_bytes) if size)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """All units in the order of the forward pass: embedding, blocks, head."""
+
+    units: tuple[UnitSize, ...]
+    tied: bool = False
+    """The head also needs the embedding unit's weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What goes where and when. Comparable, and saved as JSON beside the run."""
+
+    strategy: str = "lohan"
+    separate_memory: bool = False
+    """The device has memory of its own: weights, gradients and block inputs are copied."""
+
+    inputs_in_host: bool = False
+    """Block inputs wait for backward in host memory (only with separate memory)."""
+
+    resident_weights: frozenset[int] = frozenset()
+    """Units whose wire weights stay in host memory."""
+
+    resident_state: frozenset[int] = frozenset()
+    """Units whose optimizer state stays in host memory; their weights do too."""
+
+    clip: str = "immediate"
+    """When the update may use a gradient: at once; when the global norm is known; or at once, kept only if the
+    norm allows it."""
+
+    left_units: frozenset[int] = frozenset()
+    """Units whose update is left for the next forward, to spread the drives' work over the whole step. Empty is
+    LoHan's published behaviour. With clip = deferred it is every unit."""
+
+    gradients_on_ssd: bool = False
+    """Gradients that must be held wait on SSD because RAM cannot hold them."""
+
+    separate_stage: bool = False
+    """For comparison: no update before backward is over, no forward before the last update is."""
+
+    weights_slabs: int = 4
+    """Units in flight between SSD and device. Three is the least that cannot stall itself: one being computed
+    with, one being updated, one being read."""
+
+    state_slabs: int = 8
+    """Pieces of state between SSD and update, and back."""
+
+    gradient_slabs: int = 2
+
+    def __post_init__(self) -> None:
+        if self.clip not in CLIP_MODES:
+            raise ValueError(f"clip is {self.clip!r}; it is one of {', '.join(CLIP_MODES)}")
+        if not self.resident_state <= self.resident_weights:
+            raise ValueError("a unit whose state is resident has resident weights too")
+
+    def leaves(self, unit: int) -> bool:
+        """Whether this unit's update waits for the next forward."""
+        return self.clip == "deferred" or unit in self.left_units
+
+    def holds_gradient(self, unit: int) -> bool:
+        """Whether this unit's gradient outlives its own backward."""
+        return self.clip != "immediate" or self.separate_stage or unit in self.left_units

@@ -1,0 +1,395 @@
+"""The Schedule: what a step does, as an ordered list of operations with their lanes and waits.
+
+The engine runs this list and the simulator runs the same list on a virtual clock. A lane does its operations
+in the order given; an operation starts when all it waits for is done; nothing else orders anything. An
+operation without a lane (evict) happens by itself when its waits are over.
+
+Reading order on the drive, backward: the weights of unit u - 1 come before the state of unit u, because
+the device needs them first; and reads never wait for the writes of earlier units, so the drive works while the
+update computes.
+
+    forward    read_weights -> to_gpu -> forward -> input_out
+    backward   read_weights -> to_gpu, input_in -> backward -> gradient -> norm
+    update     read_state -> update -> write
+    held       spill -> read_gradient (only when gradients wait on SSD)
+
+Pure: no torch, no files, no clock. The same calls give the same lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lohan.plan.plan import ModelSize, Plan
+
+LANES = ("gpu", "to_gpu", "to_host", "ssd_read", "ssd_write", "cpu_update")
+_LANE = {
+    "read_weights": "ssd_read",
+    "to_gpu": "to_gpu",
+    "forward": "gpu",
+    "input_out": "to_host",
+    "input_in": "to_gpu",
+    "backward": "gpu",
+    "gradient": "to_host",
+    "spill": "ssd_write",
+    "read_gradient": "ssd_read",
+    "norm": "cpu_update",
+    "clip": "cpu_update",
+    "read_state": "ssd_read",
+    "update": "cpu_update",
+    "write": "ssd_write",
+    "begin": "ssd_write",
+    "rollback": "ssd_write",
+    "commit": "ssd_write",
+    "evict": "",
+}
+
+
+class Key(NamedTuple):
+    """The name of one operation of a run. A buffer has the name of the operation that fills it."""
+
+    step: int
+    kind: str
+    unit: int = -1
+    piece: int = -1
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation."""
+
+    key: Key
+    waits: tuple[Key, ...] = ()
+    source: Key | None = None
+    """The buffer with the unit's weights (for an update, write, copy or compute) or to be evicted."""
+
+    gradient: Key | None = None
+    """The buffer with the unit's gradient."""
+
+    num_bytes: int = 0
+    flops: float = 0.0
+
+    @property
+    def lane(self) -> str:
+        return _LANE[self.key.kind]
+
+
+class Scheduler:
+    """Builds the operations of one step after another, and knows what the steps before have left to do."""
+
+    def __init__(self, model: ModelSize, plan: Plan):
+        self.model = model
+        self.plan = plan
+        """May be replaced between steps by one that differs in `clip` or `left_units`."""
+        self._ops: list[Op] = []
+        self._last_update: dict[tuple[int, int], Key] = {}
+        self._last_write: dict[tuple[int, int], Key] = {}
+        self._left: list[int] = []
+        """Units whose update the last step left, lowest first."""
+        self._left_step = 0
+        self._left_commit = False
+        self._commits = False
+        """Whether the step whose updates are being scheduled is to be committed."""
+        self._gradient: dict[int, Key] = {}
+        """The buffers in memory that hold a gradient somebody still needs, and who that is."""
+        self._gradient_users: dict[int, list[Key]] = {}
+        self._backward_source: dict[int, Key | None] = {}
+        """The buffers with the weights that backward works with, and who uses them."""
+        self._backward_users: dict[int, list[Key]] = {}
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    def step(self, step: int, *, commit: bool) -> list[Op]:
+        """A training step. The updates it leaves come with the next step, or with drain()."""
+        plan, units = self.plan, self.model.units
+        head = len(units) - 1
+        self._accept()
+        left, left_step = self._left, self._left_step
+        if not left:
+            self._add(Key(step, "begin"))
+        for unit in range(len(units)):
+            updated: Key | None = None
+            if unit in left:
+                self._commits = self._left_commit
+                updated = self._update(left_step, unit, "u", keep_source=True)
+            self._forward(step, unit, updated=updated)
+            if left and unit == left[-1]:
+                self._end_left()
+                self._add(Key(step, "begin"))
+        self._commits = commit
+        self._offload_gradient(step, head, Key(step, "forward", head))  # the head's forward is its backward too
+        for unit in reversed(range(head)):
+            self._fetch_for_backward(step, unit)
+            self._finish_unit(step, unit + 1)
+            self._backward(step, unit)
+        # The step's answer, before the last update: nobody has to wait for that one but the next forward.
+        self._add(Key(step, "clip"), [Key(step, "norm", u) for u in range(len(units)) if self._trained(u)])
+        self._finish_unit(step, 0)
+        if plan.separate_stage:
+            for unit in range(len(units)):
+                if self._trained(unit) and not plan.leaves(unit):
+                    self._update(step, unit, "s", extra=(Key(step, "backward", 0),))
+        self._left = sorted(u for u in range(len(units)) if plan.leaves(u) and self._trained(u))
+        self._left_step, self._left_commit = step, commit
+        if commit and not self._left and plan.clip != "speculative":
+            self._commit(step)
+        return self._take()
+
+    def settle(self, step: int, *, redo: bool, skip: bool) -> list[Op]:
+        """After a speculative step: its norm is known. Keep its updates, redo them with the clip, or drop them."""
+        if redo or skip:
+            done = [k for k in (*self._last_write.values(), *self._last_update.values()) if k.step == step]
+            self._add(Key(step, "rollback"), done)
+        if redo:
+            for unit in range(len(self.model.units)):
+                if self._trained(unit):
+                    self._update(step, unit, "r", extra=(Key(step, "rollback"),))
+        self._accept()
+        if self._commits:
+            self._commit(step)
+        return self._take()
+
+    def skip(self) -> list[Op]:
+        """After a deferred step that overflowed: its updates never happen."""
+        step, commit, self._left = self._left_step, self._left_commit, []
+        self._accept()
+        if commit:
+            self._commit(step)
+        return self._take()
+
+    def drain(self) -> list[Op]:
+        """Whatever the last step left, now, without a next forward."""
+        if self._left:
+            self._commits = self._left_commit
+            for unit in self._left:
+                self._update(self._left_step, unit, "u")
+            self._end_left()
+        self._accept()
+        return self._take()
+
+    def evaluate(self, step: int) -> list[Op]:
+        """Forward only, on what training has made so far. `step` only has to be a number of its own."""
+        for unit in range(len(self.model.units)):
+            self._forward(step, unit, updated=None, evaluate=True)
+        return self._take()
+
+    def _accept(self) -> None:
+        """Held gradients that nobody needs any more."""
+        for unit in [u for u in self._gradient if u not in self._left]:
+            self._release_gradient(unit)
+
+    # -- pieces of a step -----------------------------------------------------------------------------
+
+    def _forward(self, step: int, unit: int, *, updated: Key | None, evaluate: bool = False) -> None:
+        plan, units = self.plan, self.model.units
+        head = len(units) - 1
+        source = updated
+        fresh = [self._last_update[unit, p] for p in units[unit].trained_pieces if (unit, p) in self._last_update]
+        if unit not in plan.resident_weights and updated is None:
+            source = self._read_weights(step, unit, "f")
+        waits = [source] if source is not None and updated is None else []
+        # Updated in place, in resident memory or in the slab the update was read into.
+        waits += fresh if updated is not None or unit in plan.resident_weights else []
+        tied: Key | None = None
+        if unit == head and self.model.tied and 0 not in plan.resident_weights:
+            tied = self._read_weights(step, 0, "h")
+        compute_waits = [Key(step, "forward", unit - 1)] if unit else []
+        users: list[Key] = []
+        if plan.separate_memory:
+            copy = self._add(Key(step, "to_gpu", unit, -1, "f"), waits, source=source, num_bytes=self._bytes(unit))
+            compute_waits.append(copy)
+            users.append(copy)
+            if unit == head and self.model.tied:
+                fresh_tied = [self._last_update[0, p] for p in units[0].trained_pieces if (0, p) in self._last_update]
+                tied_waits = [tied] if tied is not None else fresh_tied
+                copy = self._add(Key(step, "to_gpu", 0, -1, "h"), tied_waits, source=tied, num_bytes=self._bytes(0))
+                compute_waits.append(copy)
+                if tied is not None:
+                    self._evict(tied, [copy])
+                tied = None
+        else:
+            compute_waits += waits + ([tied] if tied is not None else [])
+        flops = units[unit].forward_flops * (3 if unit == head and not evaluate else 1)
+        forward = self._add(Key(step, "forward", unit), compute_waits, source=source, flops=flops)
+        if not plan.separate_memory:
+            users.append(forward)
+            if tied is not None:
+                self._evict(tied, [forward])
+        if plan.separate_memory and plan.inputs_in_host and units[unit].kind == "block" and not evaluate:
+            self._add(Key(step, "input_out", unit), [forward])
+        if updated is not None:
+            users += [self._last_write[unit, piece] for piece in units[unit].trained_pieces]
+        if unit == head and not evaluate:
+            self._backward_source[unit], self._backward_users[unit] = source, users  # kept for the head's update
+        elif source is not None:
+            self._evict(source, users)
+
+    def _fetch_for_backward(self, step: int, unit: int) -> None:
+        plan, size = self.plan, self.model.units[unit]
+        source: Key | None = None
+        users: list[Key] = []
+        updates_now = self._trained(unit) and not plan.leaves(unit) and not plan.separate_stage
+        if (size.kind == "block" or updates_now) and unit not in plan.resident_weights:
+            source = self._read_weights(step, unit, "b")
+        if plan.separate_memory and size.kind == "block":
+            waits = [source] if source is not None else []
+            users.append(
+                self._add(Key(step, "to_gpu", unit, -1, "b"), waits, source=source, num_bytes=self._bytes(unit))
+            )
+            if plan.inputs_in_host:
+                self._add(Key(step, "input_in", unit), [Key(step, "input_out", unit)])
+        self._backward_source[unit], self._backward_users[unit] = source, users
+
+    def _backward(self, step: int, unit: int) -> None:
+        plan, size = self.plan, self.model.units[unit]
+        waits = [self._computed(step, unit + 1)]
+        source = self._backward_source[unit]
+        if size.kind == "block":
+            if plan.separate_memory:
+                waits.append(Key(step, "to_gpu", unit, -1, "b"))
+                if plan.inputs_in_host:
+                    waits.append(Key(step, "input_in", unit))
+            elif source is not None:
+                waits.append(source)
+        backward = self._add(Key(step, "backward", unit), waits, source=source, flops=3 * size.forward_flops)
+        self._backward_users[unit].append(backward)
+        self._offload_gradient(step, unit, backward)
+
+    def _offload_gradient(self, step: int, unit: int, computed: Key) -> None:
+        if not self._trained(unit):
+            return
+        plan, buffer = self.plan, Key(step, "gradient", unit)
+        waits = [computed]
+        if plan.separate_memory:
+            waits = [self._add(buffer, [computed], num_bytes=self._bytes(unit))]
+        users = [self._add(Key(step, "norm", unit), waits, gradient=buffer)]
+        if plan.gradients_on_ssd and plan.holds_gradient(unit):
+            users.append(self._add(Key(step, "spill", unit), waits, gradient=buffer, num_bytes=self._bytes(unit)))
+        self._gradient[unit], self._gradient_users[unit] = buffer, users
+
+    def _finish_unit(self, step: int, unit: int) -> None:
+        """What follows a unit's gradient in this step: its update, or only letting go of what it used."""
+        plan, source = self.plan, self._backward_source.pop(unit)
+        users = self._backward_users.pop(unit)
+        if self._trained(unit) and not plan.leaves(unit) and not plan.separate_stage:
+            self._update(step, unit, "b", source=source, users=users)
+        elif source is not None:
+            self._evict(source, users)
+        if unit in self._gradient and (plan.gradients_on_ssd or not plan.holds_gradient(unit)):
+            self._release_gradient(unit)
+
+    def _update(
+        self,
+        step: int,
+        unit: int,
+        phase: str,
+        *,
+        source: Key | None = None,
+        users: Iterable[Key] = (),
+        extra: tuple[Key, ...] = (),
+        keep_source: bool = False,
+    ) -> Key | None:
+        """The update of one unit. Returns the buffer its new weights are in, kept for the caller to evict if asked.
+
+        Phases: "b" right behind the unit's backward, with the weights that backward read; "u" left for the next
+        forward; "s" in a stage of its own; "r" again, after a rollback.
+        """
+        plan, size = self.plan, self.model.units[unit]
+        before = list(extra)
+        if phase == "b":
+            before.append(Key(step, "gradient", unit) if plan.separate_memory else self._computed(step, unit))
+            gradient = self._gradient[unit]
+        else:
+            if phase == "u":
+                before.append(Key(step, "clip"))
+            if plan.gradients_on_ssd:
+                gradient = Key(step, "read_gradient", unit, -1, phase)
+                self._add(gradient, [Key(step, "spill", unit), *extra], num_bytes=self._bytes(unit))
+                before.append(gradient)
+            else:
+                gradient = self._gradient[unit]
+            if unit not in plan.resident_weights:
+                source = self._read_weights(step, unit, phase, extra)
+        if source is not None:
+            before.append(source)
+        updates: list[Key] = []
+        writes: list[Key] = []
+        for piece in size.trained_pieces:
+            waits = list(before)
+            earlier = [self._last_write[unit, piece]] if (unit, piece) in self._last_write else []
+            if unit in plan.resident_weights:
+                waits += earlier  # a write still reading what this update changes
+            if unit not in plan.resident_state:
+                state = Key(step, "read_state", unit, piece, phase)
+                waits.append(self._add(state, [*earlier, *extra], num_bytes=size.state_bytes[piece]))
+            key = Key(step, "update", unit, piece, phase)
+            updates.append(self._add(key, waits, source=source, gradient=gradient, num_bytes=size.state_bytes[piece]))
+            self._last_update[unit, piece] = key
+            if self._commits or unit not in plan.resident_state:
+                moved = 0 if unit in plan.resident_state and not self._commits else size.state_bytes[piece]
+                if self._commits or unit not in plan.resident_weights:
+                    moved += size.piece_weights_bytes[piece]
+                write = Key(step, "write", unit, piece, phase)
+                writes.append(self._add(write, [key], source=source, num_bytes=moved))
+                self._last_write[unit, piece] = write
+        if phase != "b" and plan.gradients_on_ssd:
+            self._evict(gradient, updates)
+        else:
+            self._gradient_users[unit] += updates
+            if phase != "b":
+                self._release_gradient(unit)
+        if source is not None and not keep_source:
+            self._evict(source, [*users, *updates, *writes])
+        return source
+
+    def _end_left(self) -> None:
+        self._left = []
+        if self._left_commit:
+            self._commit(self._left_step)
+
+    def _commit(self, step: int) -> None:
+        written = [key for key in self._last_write.values() if key.step == step]
+        self._add(Key(step, "commit"), [Key(step, "clip"), *written])
+
+    def _read_weights(self, step: int, unit: int, phase: str, extra: tuple[Key, ...] = ()) -> Key:
+        written = [
+            self._last_write[unit, p] for p in self.model.units[unit].trained_pieces if (unit, p) in self._last_write
+        ]
+        key = Key(step, "read_weights", unit, -1, phase)
+        return self._add(key, [*written, *extra], num_bytes=self._bytes(unit))
+
+    def _release_gradient(self, unit: int) -> None:
+        """Give the gradient's memory back once its users are done."""
+        self._evict(self._gradient.pop(unit), self._gradient_users.pop(unit))
+
+    def _computed(self, step: int, unit: int) -> Key:
+        return Key(step, "forward" if unit == len(self.model.units) - 1 else "backward", unit)
+
+    def _trained(self, unit: int) -> bool:
+        return bool(self.model.units[unit].trained_pieces)
+
+    def _bytes(self, unit: int) -> int:
+        return self.model.units[unit].weights_bytes
+
+    def _evict(self, buffer: Key, users: Iterable[Key]) -> None:
+        self._add(Key(buffer.step, "evict", buffer.unit, -1, f"{buffer.kind}.{buffer.phase}"), users, source=buffer)
+
+    def _add(
+        self,
+        key: Key,
+        waits: Iterable[Key] = (),
+        *,
+        source: Key | None = None,
+        gradient: Key | None = None,
+        num_bytes: int = 0,
+        flops: float = 0.0,
+    ) -> Key:
+        self._ops.append(Op(key, tuple(dict.fromkeys(waits)), source, gradient, num_bytes, flops))
+        return key
+
+    def _take(self) -> list[Op]:
+        ops, self._ops = self._ops, []
+        return ops

@@ -1,7 +1,8 @@
 """Making a store: decide the layout, take all its space, and write the headers last.
 
 A directory without a header holds no store, so a creation that is cut off leaves nothing that could be taken
-for one, and the next creation clears what it left.
+for one. The next creation clears what it left; where it had come as far as a header, it says which files to remove,
+since from one header alone an unfinished store cannot be told from a drive of another one.
 """
 
 from __future__ import annotations
@@ -62,13 +63,15 @@ def create_store(
         made = True
         _write(files, paths, layout)
         return layout
-    except BaseException:
+    except BaseException as error:
         if made:
             for path in paths:
                 try:
                     _remove(files, path)
                 except OSError:
                     pass  # the drive is broken, and the error under way says so
+        if isinstance(error, OSError):
+            raise describe(error, "creating the store", Path(error.filename or paths[0])) from error
         raise
     finally:
         for lock in locks:

@@ -1,0 +1,166 @@
+"""One parameter's update, in blocks small enough to stay in cache: stored state in, stored state out.
+
+State is one run of bytes per piece of a parameter: the format's arrays one after another, each starting on a multiple
+of 64 bytes. The bits do not depend on how a parameter is cut, neither here into blocks nor by the caller into pieces,
+as long as pieces start at multiples of CHUNK_ALIGNMENT elements of their own parameter and never span two.
+
+An Updater owns scratch of about five f32 blocks and serves one thread at a time; different Updaters share nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lohan.errors import ConfigError
+from lohan.optim.formats import WIRE_DTYPES, Scratch, StateFormat
+from lohan.optim.optimizers import CHUNK_ALIGNMENT, Optimizer
+
+STATE_ALIGNMENT = 64
+"""Bytes: a cache line. Stored arrays of f32 and int16 start on one and so does every block of them."""
+
+BLOCK_ELEMENTS = 1 << 18
+"""Best or within 3 % of it with 1 and 2 threads: benchmarks/results/2026-11-16_update_rate.md. Smaller blocks fit a
+2 MB L2 better but pay torch's fixed cost of about 20 us per fused call more often."""
+
+
+class Updater:
+    """Updates pieces of parameters that share an optimizer, a state format and a wire dtype."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        format: StateFormat,
+        wire_dtype: torch.dtype,
+        *,
+        block_elements: int = BLOCK_ELEMENTS,
+    ):
+        if wire_dtype not in WIRE_DTYPES:
+            raise ConfigError(
+                f"The wire dtype is {wire_dtype}, and weights travel as bfloat16, float16 or float32. Set one of them."
+            )
+        if block_elements <= 0 or block_elements % CHUNK_ALIGNMENT:
+            raise ValueError(f"block_elements={block_elements} is not a positive multiple of {CHUNK_ALIGNMENT}")
+        self.optimizer = optimizer
+        self.format = format
+        self.wire_dtype = wire_dtype
+        self._specs = format.arrays(optimizer.moments, wire_dtype)
+        self._scratch = Scratch(block_elements)
+
+    def state_bytes(self, num_elements: int) -> int:
+        """Bytes of state for this many parameters, padding between the arrays included."""
+        return self._layout(num_elements)[1]
+
+    def state_views(self, state: Tensor, num_elements: int) -> dict[str, Tensor]:
+        """The stored arrays by name, as views of the state's bytes."""
+        starts, total = self._layout(num_elements)
+        if state.dtype != torch.uint8 or state.numel() < total:
+            raise ValueError(
+                f"State of {num_elements} elements takes {total} bytes of uint8, got {state.numel()} of {state.dtype}"
+            )
+        return {
+            spec.name: state[start : start + num_elements * spec.dtype.itemsize].view(spec.dtype)
+            for spec, start in zip(self._specs, starts, strict=True)
+        }
+
+    @torch.no_grad()
+    def initialise(self, values: Tensor, wire_out: Tensor, state: Tensor) -> None:
+        """First state of a parameter from its f32 master, or from values of another dtype, exactly as f32.
+
+        `values` may be `wire_out` itself. Moments and the padding between arrays become zero.
+        """
+        self._check(wire_out, values)
+        self._clear_padding(state, wire_out.numel())
+        for wire, arrays, block in self._blocks(wire_out, state, values):
+            num = wire.numel()
+            master = self._scratch.f32("master", num).copy_(block)
+            moments = {name: self._scratch.f32(name, num).zero_() for name in self.optimizer.moments}
+            self.format.pack(master, moments, wire, arrays, self._scratch)
+
+    @torch.no_grad()
+    def update(
+        self,
+        wire: Tensor,
+        state: Tensor,
+        grad: Tensor,
+        *,
+        step: int,
+        lr: float,
+        weight_decay: float,
+        grad_multipliers: Sequence[Tensor | float] = (),
+    ) -> None:
+        """Optimizer step number `step` (from 1) in place on `wire` and `state`.
+
+        The gradient is taken as f32, multiplied by each of the multipliers in turn (0-dim f32 tensors or numbers, f32
+        rounding after each one), and is not changed.
+        """
+        self._check(wire, grad)
+        for wire_block, arrays, grad_block in self._blocks(wire, state, grad):
+            master, moments = self.format.unpack(wire_block, arrays, self._scratch)
+            self.optimizer.update(
+                master,
+                self._scaled(grad_block, grad_multipliers),
+                moments,
+                step=step,
+                lr=lr,
+                weight_decay=weight_decay,
+            )
+            self.format.pack(master, moments, wire_block, arrays, self._scratch)
+
+    @torch.no_grad()
+    def read_master(self, wire: Tensor, state: Tensor, out: Tensor) -> None:
+        """Write the f32 master into `out`."""
+        self._check(wire, out)
+        for wire_block, arrays, out_block in self._blocks(wire, state, out):
+            out_block.copy_(self.format.unpack(wire_block, arrays, self._scratch)[0])
+
+    @torch.no_grad()
+    def read_moments(self, wire: Tensor, state: Tensor) -> dict[str, Tensor]:
+        """The moments as new f32 tensors, by name."""
+        out = {name: torch.empty(wire.numel()) for name in self.optimizer.moments}
+        start = 0
+        for wire_block, arrays, _ in self._blocks(wire, state, wire):
+            for name, values in self.format.unpack(wire_block, arrays, self._scratch)[1].items():
+                out[name][start : start + values.numel()] = values
+            start += wire_block.numel()
+        return out
+
+    def _scaled(self, grad: Tensor, multipliers: Sequence[Tensor | float]) -> Tensor:
+        scaled = grad
+        if grad.dtype != torch.float32:
+            scaled = self._scratch.f32("grad", grad.numel()).copy_(grad)
+        for multiplier in multipliers:
+            scaled = torch.mul(scaled, multiplier, out=self._scratch.f32("grad", grad.numel()))
+        return scaled
+
+    def _blocks(self, wire: Tensor, state: Tensor, other: Tensor) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
+        num = wire.numel()
+        arrays = self.state_views(state, num)
+        if num <= self._scratch.num_elements:
+            if num:
+                yield wire, arrays, other
+            return
+        for start in range(0, num, self._scratch.num_elements):
+            end = min(start + self._scratch.num_elements, num)
+            yield wire[start:end], {name: array[start:end] for name, array in arrays.items()}, other[start:end]
+
+    def _layout(self, num_elements: int) -> tuple[list[int], int]:
+        starts, end = [], 0
+        for spec in self._specs:
+            starts.append(-(-end // STATE_ALIGNMENT) * STATE_ALIGNMENT)
+            end = starts[-1] + num_elements * spec.dtype.itemsize
+        return starts, end
+
+    def _clear_padding(self, state: Tensor, num_elements: int) -> None:
+        starts, total = self._layout(num_elements)
+        ends = [start + num_elements * spec.dtype.itemsize for spec, start in zip(self._specs, starts, strict=True)]
+        for end, next_start in zip(ends, [*starts[1:], total], strict=True):
+            state[end:next_start] = 0
+
+    def _check(self, wire: Tensor, other: Tensor) -> None:
+        if wire.dtype != self.wire_dtype:
+            raise ValueError(f"The wire weight is {wire.dtype} and this updater was made for {self.wire_dtype}")
+        if wire.dim() != 1 or wire.shape != other.shape:
+            raise ValueError(f"Two 1-D tensors of one length are needed, got {wire.shape} and {other.shape}")

@@ -1,0 +1,164 @@
+"""A local Hugging Face folder: which tensors are in which file, and their bytes without loading them.
+
+open_folder() reads headers only. What is wrong with the files does not raise there: it is kept in
+Folder.problems, so that everything wrong with a folder can be told at once (checkpoint.match_folder).
+read() fills the caller's memory and holds none of its own; it is safe from any thread until close().
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lohan.errors import ModelError
+from lohan.models.tensor_file import BadTensorFile, TensorEntry, read_entries
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PIECE_BYTES = 16 << 20
+"""One read request. Picked by feel: large enough for any drive, small enough that a stop is noticed."""
+
+
+class Folder:
+    def __init__(self, path: Path, tensors: dict[str, TensorEntry], problems: tuple[str, ...]):
+        self.path = path
+        self.tensors = tensors
+        self.problems = problems
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def read(self, entry: TensorEntry, into: Any, start_byte: int = 0, num_bytes: int | None = None) -> None:
+        """Fill `into` (any writable buffer) with bytes of a tensor, from start_byte of the tensor on."""
+        given = memoryview(into)
+        target = given.cast("B") if given.nbytes else given
+        wanted = entry.num_bytes - start_byte if num_bytes is None else num_bytes
+        if start_byte < 0 or wanted < 0 or start_byte + wanted > entry.num_bytes or wanted > len(target):
+            raise ValueError(
+                f"{entry.name} has {entry.num_bytes} bytes; {wanted} from {start_byte} on do not fit it or the "
+                f"{len(target)} bytes given"
+            )
+        if wanted == 0:
+            return
+        descriptor = self._descriptor(entry.file)
+        done = 0
+        while done < wanted:
+            piece = target[done : min(done + PIECE_BYTES, wanted)]
+            try:
+                got = os.preadv(descriptor, [piece], entry.offset + start_byte + done)
+            except OSError as error:
+                raise ModelError(f"{entry.file}: {entry.name} cannot be read: {error.strerror or error}") from error
+            if got == 0:
+                raise ModelError(
+                    f"{entry.file} ends inside {entry.name}: it was cut short after it was opened.\nRestore the file."
+                )
+            done += got
+
+    def _descriptor(self, file: Path) -> int:
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self.path} is closed")
+            if file not in self._descriptors:
+                try:
+                    self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise ModelError(f"{file} cannot be opened: {error.strerror or error}") from error
+            return self._descriptors[file]
+
+
+def open_folder(folder: Path) -> Folder:
+    """Find the weight files of a folder and read their headers. Files are opened when they are first read."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder. Give the folder that holds config.json and *.safetensors.")
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} has no config.json, so it is not a Hugging Face model folder.\n"
+            f"Give the folder that holds config.json and the *.safetensors files."
+        )
+    problems: list[str] = []
+    promised: dict[str, str] = {}
+    # transformers prefers the single file when a folder has both.
+    if (folder / SINGLE_FILE).is_file():
+        names = [SINGLE_FILE]
+    elif (folder / INDEX_FILE).is_file():
+        promised, index_problems = _read_index(folder / INDEX_FILE)
+        problems += index_problems
+        names = sorted(set(promised.values()))
+    else:
+        raise ModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}.{_advice(folder)}")
+
+    tensors: dict[str, TensorEntry] = {}
+    unread: set[str] = set()
+    for name in names:
+        if not (folder / name).is_file():
+            problems.append(f"missing file: {name}, named by {INDEX_FILE}")
+            unread.add(name)
+            continue
+        try:
+            entries, cut_off = read_entries(folder / name)
+        except BadTensorFile as error:
+            problems.append(f"bad file: {name}: {error}")
+            unread.add(name)
+            continue
+        problems += [f"truncated: {tensor} in {name}" for tensor in cut_off]
+        for tensor, entry in entries.items():
+            if tensor in tensors:
+                problems.append(f"duplicate: {tensor} is in {tensors[tensor].file.name} and in {name}")
+            else:
+                tensors[tensor] = entry
+    for tensor, name in promised.items():
+        if name not in unread and (tensor not in tensors or tensors[tensor].file.name != name):
+            problems.append(f"missing: {tensor} is not in {name}, where {INDEX_FILE} says it is")
+    return Folder(folder, tensors, tuple(problems))
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        weight_map = index["weight_map"]
+        good = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not good or not weight_map:
+        raise ModelError(f"{path} has no weight_map from tensor names to file names. Download or save the model again.")
+    promised, outside = {}, set()
+    for tensor, file in weight_map.items():
+        # Shards lie beside their index. Anything else could point at any file of this machine.
+        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+            outside.add(file)
+        else:
+            promised[tensor] = file
+    return promised, [f"outside the folder: {INDEX_FILE} names {file!r}" for file in sorted(outside)]
+
+
+def _advice(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return (
+            "\nIt has pickled weights, which are never loaded here. Load it once with transformers and save it with "
+            "save_pretrained, which writes safetensors."
+        )
+    if any(folder.glob("adapter_model.safetensors")):
+        return "\nIt has a PEFT adapter. Merge it into its base model (merge_and_unload) and save that."
+    if any(folder.glob("*.safetensors")):
+        return (
+            f"\nIts safetensors files have other names. Rename a single one to {SINGLE_FILE}; shards need their index."
+        )
+    return "\nDownload the weights of the model into it."

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CHUNK, DRIVES, PATHS, RECORDS, Bench, assert_holds, commit_step, content, read, write_step
+from store_bench import CHUNK, DRIVES, PATHS, RECORDS, Bench, assert_holds, commit_step, content, read, write_step
 
 from lohan.errors import (
     ConfigError,

@@ -42,7 +42,7 @@ DATA = [path / "lohan.data" for path in PATHS]
 
 def test_eio_on_read_names_drive_offset_and_record(bench):
     with bench.open() as store:
-        bench.files.fail("read", errno.EIO, name="lohan.data")
+        bench.files.fail("read", errno.EIO, name="nvme0")
         with pytest.raises(
             StoreIOError, match=r"/nvme0/store: Input/output error at offset \d+ .* weights.*dmesg"
         ) as hit:

@@ -69,6 +69,7 @@ def find_escapes(
         with _Watch() as watch:
             result = run()
     known = {id(tensor) for tensor in (*tensors_in(result), *arguments)}
+    known |= {id(tensor._base) for tensor in tensors_in(result)}  # a result that is a view keeps what it is a view of
     escapes: dict[int, Escape] = {}
     escaped: list[Tensor] = []
     for escape, reference in returned:

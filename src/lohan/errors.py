@@ -27,6 +27,16 @@ class DeviceOutOfMemory(LohanError):
     """The device's memory budget cannot hold what was asked for now."""
 
 
+class NonFinite(LohanError):
+    """A loss or gradient is infinite or not a number, and no loss scaling can help."""
+
+    def __init__(self, message: str, *, step: int, micro_batch: int | None, unit: str):
+        super().__init__(message)
+        self.step = step
+        self.micro_batch = micro_batch
+        self.unit = unit
+
+
 class ArenaError(LohanError):
     """A lease that can never fit, or an arena that is closed."""
 

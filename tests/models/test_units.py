@@ -378,3 +378,19 @@ def test_a_wrong_shape_or_name_installs_nothing() -> None:
     with pytest.raises(ValueError, match="unit head holds"):
         installer.install(units.head, {"norm.weight": torch.zeros(8)})
     assert not installer.installed
+
+
+def test_what_a_model_does_only_outside_training_does_not_count() -> None:
+    class Rescaling(Plain):
+        """RWKV divides weights of its blocks when it is not training."""
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> object:
+            if not self.training:
+                self.blocks[0].dense.weight.div_(2)
+            return super().forward(input_ids, labels)
+
+    assert len(partition(Rescaling().eval())) == 5
+
+
+def test_blocks_dropped_at_random_are_taken_as_all_there() -> None:
+    assert len(partition(tiny_model("opt", layerdrop=0.5).train())) == 5

@@ -46,21 +46,21 @@ def build_skeleton(
     from transformers import AutoModelForCausalLM
 
     config = _read_config(folder, trust_remote_code)
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        part.use_cache = False
-        part.output_hidden_states = False
-
     with torch.random.fork_rng(devices=[]), parameters_on_meta():
         try:
+            for part in (config, config.get_text_config()):
+                part.use_cache = False
+                part.output_hidden_states = False
             model: nn.Module = AutoModelForCausalLM.from_config(
                 config,
                 dtype=compute_dtype,
                 trust_remote_code=trust_remote_code,
                 **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
             )
-        except (ValueError, ImportError, NotImplementedError) as error:
+        except Exception as error:  # constructors fail in many ways on a config that makes no sense
             raise ModelError(
-                f"{folder} cannot be built as a causal language model (model_type {config.model_type!r}): {error}\n"
+                f"{folder} cannot be built as a causal language model (model_type {config.model_type!r}): "
+                f"{type(error).__name__}: {error}\n"
                 f"lohan trains what AutoModelForCausalLM.from_config accepts; check config.json"
                 + ("." if attn_implementation is None else f" and attn_implementation={attn_implementation!r}.")
             ) from error
@@ -128,7 +128,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # each config class checks its values in its own way
         raise ModelError(f"{folder / 'config.json'} cannot be read as a model config: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         method = getattr(config.quantization_config, "quant_method", None)

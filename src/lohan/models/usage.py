@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -57,10 +58,10 @@ def observe_usage(
     """Parameter name -> where it was read. Raises UsageUnknown when no attempt at running forward succeeds."""
     failures: list[str] = []
     for inputs in _input_attempts(model, example_inputs):
-        for stand_in in ("block", "tensor", "tuple"):
+        for stand_in, training in product(("block", "tensor", "tuple"), (True, False)):
             run = _Run(blocks, places)
             try:
-                run.forward(model, inputs, stand_in)
+                run.forward(model, inputs, stand_in, training)
             except ModelError:
                 raise
             except Exception as error:  # forward is the user's code, so anything may come out of it
@@ -84,7 +85,7 @@ class _Run:
         self._names: dict[int, str] = {}
         self._outputs: dict[type, Any] = {}
 
-    def forward(self, model: nn.Module, inputs: Mapping[str, Any], stand_in: str) -> None:
+    def forward(self, model: nn.Module, inputs: Mapping[str, Any], stand_in: str, training: bool) -> None:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with _left_as_it_was(model), torch.no_grad(), _no_log_of_failures():
             with fake_mode:
@@ -92,7 +93,8 @@ class _Run:
                 for index, block in enumerate(self.blocks):
                     block.forward = self._answer_for(index, block, stand_in)
                 for module in model.modules():
-                    module.training = False  # stochastic depth asks for the value of a random number
+                    # Training is what will be run, but stochastic depth asks for the value of a random number.
+                    module.training = training
                 fake_inputs = tree_map(lambda value: _as_fake(fake_mode, value), dict(inputs))
                 with _Observer(self._note):
                     model(**fake_inputs)

@@ -312,6 +312,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.rollback()
         self.working = dict(self.base)
 
+    @precondition(lambda self: self.versions == 3)
+    @rule(parts=st.lists(parts, min_size=1, max_size=3), seed=seeds)
+    def a_step_is_undone(self, parts: list[tuple[str, int, int]], seed: int) -> None:
+        """Also on top of steps that were never committed, and while a commit is under way."""
+        assert self.store is not None
+        self.next_step(undoable=True)
+        before = dict(self.working)
+        for number, (name, first, count) in enumerate(parts):
+            keys = self.keys(name, first, count)
+            data = self.contents(keys, seed + number)
+            self.pending.append((self.start_write(name, keys, data, "unaligned"), None, None))
+            self.version_of(name).update(zip(keys, data, strict=True))
+        self.store.rollback()
+        self.working = before
+        self.check_everything()
+
     @rule()
     def abandon(self) -> None:
         assert self.store is not None

@@ -21,9 +21,10 @@ from lohan.optim.optimizers import CHUNK_ALIGNMENT, Optimizer
 STATE_ALIGNMENT = 64
 """Bytes: a cache line. Stored arrays of f32 and int16 start on one and so does every block of them."""
 
-BLOCK_ELEMENTS = 1 << 18
-"""Best or within 3 % of it with 1 and 2 threads: benchmarks/results/2026-11-16_update_rate.md. Smaller blocks fit a
-2 MB L2 better but pay torch's fixed cost of about 20 us per fused call more often."""
+BLOCK_ELEMENTS = 1 << 19
+"""Within 2 % of the best with one thread and the best of four sizes with two: benchmarks/results/
+2026-11-16_update_rate.md. Smaller blocks fit L2 better, but each pays torch's fixed cost of about 20 us per fused
+call, and with several threads a barrier for each of a dozen operators."""
 
 
 class Updater:

@@ -47,6 +47,9 @@ class StepState:
     """Updates each parameter has missed because it had no gradient; the optimizer does not count those."""
 
     commit: bool = False
+    undoable: bool = False
+    """Updated on a guess: there must be a way back."""
+
     describe: Callable[[StepState], dict[str, Any]] | None = None
     """What a commit of this step says, asked once its norm is known."""
 
@@ -109,9 +112,10 @@ class Engine:
             piece.state_bytes for u in units if u not in plan.resident_state for piece in self.layouts[u].pieces.pieces
         ]
         trained = [layout.pieces.weights_bytes for layout in self.layouts if layout.pieces.state_bytes]
-        self._weights_pool = Pool(arena, max(streamed, default=0), plan.weights_slabs)
-        self._state_pool = Pool(arena, max(states, default=0), plan.state_slabs)
-        self._gradient_pool = Pool(arena, max(trained, default=0), plan.gradient_slabs)
+        poison = self.device.poisons
+        self._weights_pool = Pool(arena, max(streamed, default=0), plan.weights_slabs, poison=poison)
+        self._state_pool = Pool(arena, max(states, default=0), plan.state_slabs, poison=poison)
+        self._gradient_pool = Pool(arena, max(trained, default=0), plan.gradient_slabs, poison=poison)
         self._pools = (self._weights_pool, self._state_pool, self._gradient_pool)
 
     def _load_residents(self, arena: Arena) -> None:
@@ -163,6 +167,7 @@ class Engine:
         method: Callable[[Op], Handle | None] = getattr(self, f"_{op.key.kind}")
 
         def run() -> Handle | None:
+            self.device.pause(op.lane)
             if begin is not None:
                 begin()
             return method(op)
@@ -409,7 +414,7 @@ class Engine:
         if state.coefficient is not None and key.phase != "b":
             multipliers.append(state.coefficient)
         with self._cores:
-            if self.plan.clip == "speculative" and key.phase != "r":
+            if state.undoable and key.phase in ("b", "s"):
                 self._keep_undo(key, piece.weights_offset, piece.weights_bytes, weights, states)
             for chunk in piece.chunks:
                 param = layout.spec.params[chunk.tensor]
@@ -442,6 +447,8 @@ class Engine:
         if self._steps[key.step].commit or key.unit not in self.plan.resident_weights:
             view = weights.view[piece.weights_offset : piece.weights_offset + round_up(piece.weights_bytes)]
             handles.append(self.store.write(layout.weights_record(key.piece), view))
+        if key.phase == "k" and key.unit not in self.plan.resident_state:
+            return join(handles)  # its state was never anywhere else
         states = self._state_buffer(op)
         handles.append(self.store.write(layout.state_record(key.piece), states.view[: round_up(piece.state_bytes)]))
         joined = join(handles)
@@ -457,7 +464,7 @@ class Engine:
     # -- versions -------------------------------------------------------------------------------------
 
     def _begin(self, op: Op) -> None:
-        self.store.begin(op.key.step, undoable=self.plan.clip == "speculative")
+        self.store.begin(op.key.step, undoable=self._steps[op.key.step].undoable)
 
     def _rollback(self, op: Op) -> None:
         self.store.rollback()

@@ -36,13 +36,17 @@ class HostBuffer:
 
 
 class Pool:
-    """A fixed number of slabs."""
+    """A fixed number of slabs. With `poison`, all free ones hold bytes that are NaN in every float format."""
 
-    def __init__(self, arena: Arena, slab_bytes: int, num_slabs: int):
+    def __init__(self, arena: Arena, slab_bytes: int, num_slabs: int, *, poison: bool = False):
+        self._poison = poison
         self._slabs: list[Slab] = [arena.lease(slab_bytes) for _ in range(num_slabs)] if slab_bytes else []
         self._free = deque(HostBuffer(slab.padded, self) for slab in self._slabs)
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        if poison:
+            for buffer in self._free:
+                buffer.tensor.fill_(0xFF)
 
     def lease(self) -> HostBuffer:
         """Wait for a slab. Raises the run's error if it fails meanwhile."""
@@ -53,6 +57,8 @@ class Pool:
             return self._free.popleft()
 
     def give_back(self, buffer: HostBuffer) -> None:
+        if self._poison:
+            buffer.tensor.fill_(0xFF)
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()

@@ -30,7 +30,7 @@ from lohan.engine.layout import UnitLayout, lay_out, model_size, records_of
 from lohan.engine.load import fill_store
 from lohan.engine.memory import host_budget
 from lohan.engine.settings import Settings
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, LohanError
 from lohan.models.checkpoint import match_folder
 from lohan.models.folder import open_folder
 from lohan.models.skeleton import build_skeleton
@@ -42,7 +42,7 @@ from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import Plan
 from lohan.plan.schedule import Key
 from lohan.sizes import parse_size
-from lohan.store import Arena, RecordSpec, Store, create_store, has_store, open_store
+from lohan.store import Arena, Files, RecordSpec, Store, create_store, has_store, open_store
 
 # Speculation pays while few steps clip: a step that does is updated twice. Both numbers picked by arithmetic on
 # the traffic (a redo costs about one more update), not measured.
@@ -83,13 +83,15 @@ class Run:
         host_bytes: int,
         commit_every: int,
         wishes: Wishes,
-        folder: Path | None,
+        folder: RunFolder,
+        trace: Trace,
     ):
         self.model, self.units, self.layouts, self.store, self.device = model, units, layouts, store, device
         self.settings = settings
         self.plan: Plan | None = None
         self._updater, self._host_bytes, self._commit_every = updater, host_bytes, commit_every
-        self._wishes, self._folder = wishes, folder
+        self._wishes, self._trace = wishes, trace
+        self.folder = folder
         self._schedule = settings.make_schedule()
         self._order = [name for name, _ in model.named_parameters()]
         self._recent: deque[bool] = deque(maxlen=_RECENT_STEPS)
@@ -110,6 +112,7 @@ class Run:
     def step(self, micro_batches: Sequence[MicroBatch], *, metadata: Mapping[str, Any] | None = None) -> StepResult:
         """One optimizer step over all micro-batches. `metadata` is kept with the step if it is committed."""
         started = time.perf_counter()
+        self._check_alive()
         engine = self._ready(micro_batches)
         number = self.step_number + 1
         commit = number % self._commit_every == 0
@@ -123,6 +126,7 @@ class Run:
             scale=None if self._scale is None else self._scale.scale,
             lag=self._lag,
             commit=commit,
+            undoable=engine.plan.clip == "speculative",
             describe=lambda done: self._describe(done, dict(metadata or {})),
         )
         try:
@@ -138,8 +142,9 @@ class Run:
         engine.prune(number - 1)
         norm = None if state.overflow or state.total_norm is None else float(state.total_norm)
         tokens = sum(int(batch["input_ids"].numel()) for batch in micro_batches if "input_ids" in batch)
-        seconds = time.perf_counter() - started
-        return StepResult(number, _sum(engine.compute.losses), norm, state.overflow, tokens, seconds, rate)
+        ended = time.perf_counter()
+        self._trace.end_step(number, started, ended)
+        return StepResult(number, _sum(engine.compute.losses), norm, state.overflow, tokens, ended - started, rate)
 
     def _settle(self, engine: Engine, state: StepState) -> None:
         """The step's norm is known: keep, redo or drop what was updated on a guess, and count."""
@@ -227,6 +232,7 @@ class Run:
                 layouts=self.layouts, model=size, plan=plan, parameter_order=self._order,
                 weight_decay=self.settings.decay,
             )  # fmt: skip
+            self._engine.lanes.spans = self._trace.spans
         except BaseException:
             self._owned.close()
             raise
@@ -247,6 +253,7 @@ class Run:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """The loss of these micro-batches with the current weights, without dropout. Training's bits are untouched."""
+        self._check_alive()
         engine = self._ready(micro_batches)
         self._evaluations += 1
         number = -self._evaluations
@@ -259,6 +266,7 @@ class Run:
 
     def commit(self, metadata: Mapping[str, Any] | None = None) -> None:
         """Finish all updates and make the last step durable, if it is not yet."""
+        self._check_alive()
         if self._engine is not None:
             self._engine.put(self._engine.scheduler.drain())
             self._engine.wait_all()
@@ -276,6 +284,25 @@ class Run:
         }
         self.store.commit(self.step_number, state).wait()
         self._uncommitted = False
+
+    def export(
+        self,
+        out: str | Path,
+        dtype: str | torch.dtype | None = None,
+        *,
+        master: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Finish all updates, commit, and write the weights as a Hugging Face folder that appears when complete.
+
+        Weights keep the dtype they are trained in unless `dtype` asks for another; `master` gives the fp32 masters.
+        """
+        self.commit()
+        export_store(self.store, self.folder, Path(out), dtype=dtype, master=master, progress=progress)
+
+    def write_trace(self, path: str | Path, *, steps: int = 1) -> None:
+        """The last steps as a file for https://ui.perfetto.dev: what every lane and every drive did when."""
+        self._trace.write(Path(path), steps=steps, until=time.perf_counter())
 
     def read_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter's wire weight, one after another, as of the last commit or step."""
@@ -317,7 +344,16 @@ class Run:
                 moments = {name: torch.cat([m[name] for _, m in parts]).view(param.shape) for name in names}
                 yield param.name, master, moments
 
+    def _check_alive(self) -> None:
+        failure = None if self._engine is None else self._engine.lanes.failure
+        if failure is not None:
+            raise LohanError(
+                f"This run stopped after step {self.step_number}, by {type(failure).__name__}: {failure}\n"
+                f"Open it again: it goes on from step {self.store.committed_step}, its last commit."
+            ) from failure
+
     def _settle_all(self) -> None:
+        self._check_alive()
         if self._engine is not None:
             self._engine.put(self._engine.scheduler.drain())
             self._engine.wait_all()
@@ -335,6 +371,7 @@ class Run:
             if engine is not None:
                 engine.close()
             self._owned.close()
+            self._trace.close(time.perf_counter())
 
 
 def _sum(losses: Sequence[float]) -> float:
@@ -362,7 +399,7 @@ def _make_scale(settings: Settings, saved: dict[str, Any] | None) -> LossScale |
 @contextmanager
 def open_run(
     *,
-    model: str | Path | nn.Module,
+    model: str | Path | nn.Module | None = None,
     ssd: str | Path | Sequence[str | Path],
     host_memory: str | int,
     gpu_memory: str | int | None = None,
@@ -379,14 +416,16 @@ def open_run(
     piece_elements: int = PIECE_ELEMENTS,
     trust_remote_code: bool = False,
     progress: Callable[[int], None] | None = None,
+    store_files: Files | None = None,
     **settings: Any,
 ) -> Iterator[Run]:
     """Open a run on these SSD directories: a new one from `model`, or the one that is there.
 
     The other arguments are fields of Settings: learning_rate, max_grad_norm, state_format and so on. On leaving, the
-    last step is committed; after an error the run stays at its last commit.
+    last step is committed; after an error the run stays at its last commit. `store_files` is for tests: what the store
+    stands on instead of the system's file calls.
     """
-    chosen = Settings(**settings) if settings else Settings()
+    chosen = Settings(**settings)
     directories = [Path(ssd)] if isinstance(ssd, (str, Path)) else [Path(d) for d in ssd]
     host_bytes = parse_size(host_memory, name="host_memory")
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory, name="gpu_memory")
@@ -394,40 +433,38 @@ def open_run(
         raise ConfigError(f"commit_every is {commit_every}; 1 commits every step, 10 every tenth.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    needs_clip = chosen.max_grad_norm is not None or _make_scale(chosen, None) is not None
+    needs_clip = may_clip(chosen)
     if clip not in ("auto", "deferred", "speculative"):
         raise ConfigError(f"clip is {clip!r}. Write auto, deferred or speculative.")
     if versions is None:
-        versions = 3 if needs_clip and clip == "speculative" and commit_every > 1 else 2
+        versions = num_versions(chosen, clip=clip, commit_every=commit_every)
     wishes = Wishes(
         separate_memory=device != "cpu", clip=clip if needs_clip else "none", versions=versions,
         commit_every=commit_every, strategy=strategy, left_units=left_units, keep_nothing=keep_nothing_in_memory,
     )  # fmt: skip
+    recorded = Trace(None if trace is None else Path(trace))
     with ExitStack() as owned:
         opened = owned.enter_context(open_device(device, memory_bytes=gpu_bytes, options=virtual))
-        module, source, folder = _open_model(model, chosen, opened, trust_remote_code, owned)
-        for name, parameter in module.named_parameters():
-            if chosen.is_frozen(name):
-                parameter.requires_grad_(False)
-        units = partition(module, blocks)
-        updater = Updater(chosen.make_optimizer(), chosen.make_format(), chosen.wire)
-        layouts = lay_out(units, chosen.wire, updater, piece_elements)
-        store = owned.enter_context(
-            _store_for(
+        built = build_model(
+            model, chosen, directories, device=opened.name, blocks=blocks, piece_elements=piece_elements,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        store, folder = owned.enter_context(
+            open_run_store(
                 directories,
-                layouts,
-                updater,
-                lambda: source(module, units),
+                built,
                 chosen,
                 versions=versions,
                 gradients=needs_clip or strategy == "separate-stage" or left_units > 0,
                 weights=weights,
                 progress=progress,
-            )
+                observer=recorded.observe,
+            )  # fmt: skip
         )
         run = Run(
-            model=module, units=units, layouts=layouts, updater=updater, store=store, device=opened, settings=chosen,
-            host_bytes=host_bytes, commit_every=commit_every, wishes=wishes, folder=folder,
+            model=built.module, units=built.units, layouts=built.layouts, updater=built.updater, store=store,
+            device=opened, settings=chosen, host_bytes=host_bytes, commit_every=commit_every, wishes=wishes,
+            folder=folder, trace=recorded,
         )  # fmt: skip
         try:
             yield run
@@ -435,73 +472,3 @@ def open_run(
             run.close(commit=False)
             raise
         run.close()
-
-
-def _open_model(
-    model: str | Path | nn.Module, settings: Settings, device: Device, trust_remote_code: bool, owned: ExitStack
-) -> tuple[nn.Module, Callable[[nn.Module, Units], MasterSource], Path | None]:
-    """The model without its weights, and how to get at those if they are needed."""
-    if isinstance(model, nn.Module):
-        module = model
-        return module, lambda m, _: ModuleSource(m), None
-    path = Path(model)
-    module = build_skeleton(path, compute_dtype=settings.compute(device.name), trust_remote_code=trust_remote_code)
-
-    def source(built: nn.Module, units: Units) -> MasterSource:
-        return match_folder(owned.enter_context(open_folder(path)), built, units)
-
-    return module, source, path
-
-
-@contextmanager
-def _store_for(
-    directories: list[Path],
-    layouts: Sequence[UnitLayout],
-    updater: Updater,
-    source: Callable[[], MasterSource],
-    settings: Settings,
-    *,
-    versions: int,
-    gradients: bool,
-    weights: Sequence[float] | None,
-    progress: Callable[[int], None] | None,
-) -> Iterator[Store]:
-    """The run's store: the one that is there, or a new one filled from the model."""
-    records = records_of(layouts, gradients=gradients)
-    if not any(has_store(directory) for directory in directories):
-        first = source()  # whatever is wrong with the model is said before any space is taken
-        create_store(directories, records, versions=versions, weights=weights)
-    with open_store(directories) as store:
-        if store.committed_step is None:
-            first = source()
-            _check_records(store, records, directories)
-            fill_store(store, layouts, updater, first, _first_metadata(settings), progress)
-        else:
-            _check_records(store, records_of(layouts, gradients=False), directories)
-            _check_identity(store, settings, directories)
-        yield store
-
-
-def _first_metadata(settings: Settings) -> dict[str, Any]:
-    return {"step": 0, "updates": 0, "lag": {}, "loss_scale": None, "run": settings.identity(), "user": {}}
-
-
-def _check_records(store: Store, records: Sequence[RecordSpec], directories: list[Path]) -> None:
-    sizes = {record.name: record.num_bytes for record in store.layout.records}
-    for record in records:
-        if sizes.get(record.name) != record.num_bytes:
-            raise ConfigError(
-                f"The run in {directories[0]} was made for another model or other settings: it has "
-                f"{sizes.get(record.name, 0)} bytes for {record.name} and {record.num_bytes} are needed. "
-                "Give the model it was made from, or another directory in `ssd`."
-            )
-
-
-def _check_identity(store: Store, settings: Settings, directories: list[Path]) -> None:
-    saved, wanted = store.metadata["run"], settings.identity()
-    for name, value in wanted.items():
-        if saved.get(name) != value:
-            raise ConfigError(
-                f"The run in {directories[0]} was made with {name} = {saved.get(name)!r}, and now it is {value!r}. "
-                f"Set {name} to {saved.get(name)!r}, or give another directory in `ssd`."
-            )

@@ -139,16 +139,27 @@ class Scheduler:
         return self._take()
 
     def settle(self, step: int, *, redo: bool, skip: bool) -> list[Op]:
-        """After a speculative step: its norm is known. Keep its updates, redo them with the clip, or drop them."""
+        """After a speculative step: its norm is known. Keep its updates, redo them with the clip, or drop them.
+
+        Units that are left for the next forward were not guessed: they will use the clip, or are dropped too.
+        """
         if redo or skip:
+            rollback = Key(step, "rollback")
             done = [k for k in (*self._last_write.values(), *self._last_update.values()) if k.step == step]
-            self._add(Key(step, "rollback"), done)
-        if redo:
+            self._add(rollback, done)
+            # From here on the rollback is what made these weights and this state.
+            for last in (self._last_write, self._last_update):
+                last.update({place: rollback for place, key in last.items() if key.step == step})
+        if skip:
+            self._left = []
+        elif redo:
             for unit in range(len(self.model.units)):
-                if self._trained(unit):
+                if self._trained(unit) and not self.plan.leaves(unit):
                     self._update(step, unit, "r", extra=(Key(step, "rollback"),))
         self._accept()
-        if self._commits:
+        if self._commits and not self._left:
+            if skip:
+                self._write_residents(step)
             self._commit(step)
         return self._take()
 
@@ -157,8 +168,21 @@ class Scheduler:
         step, commit, self._left = self._left_step, self._left_commit, []
         self._accept()
         if commit:
+            self._write_residents(step)
             self._commit(step)
         return self._take()
+
+    def _write_residents(self, step: int) -> None:
+        """A skipped step is committed: what earlier steps only changed in memory has to be on SSD for that."""
+        plan = self.plan
+        for unit in sorted(plan.resident_weights):
+            size = self.model.units[unit]
+            for piece in size.trained_pieces:
+                moved = size.piece_weights_bytes[piece]
+                moved += size.state_bytes[piece] if unit in plan.resident_state else 0
+                waits = [last[unit, piece] for last in (self._last_update, self._last_write) if (unit, piece) in last]
+                write = Key(step, "write", unit, piece, "k")
+                self._last_write[unit, piece] = self._add(write, waits, num_bytes=moved)
 
     def drain(self) -> list[Op]:
         """Whatever the last step left, now, without a next forward."""
@@ -295,7 +319,7 @@ class Scheduler:
         """The update of one unit. Returns the buffer its new weights are in, kept for the caller to evict if asked.
 
         Phases: "b" right behind the unit's backward, with the weights that backward read; "u" left for the next
-        forward; "s" in a stage of its own; "r" again, after a rollback.
+        forward; "s" in a stage of its own; "r" again, after a rollback. (A write has "k" too: kept as it was.)
         """
         plan, size = self.plan, self.model.units[unit]
         before = list(extra)

@@ -36,6 +36,9 @@ class Device(ABC):
     separate_memory: bool
     """False when host memory is device memory: then nothing needs to be copied and nothing should be."""
 
+    poisons: bool = False
+    """Whether memory that is given back is to be spoilt, so that using it cannot pass by luck."""
+
     @abstractmethod
     def lane(self, name: str) -> AbstractContextManager[None]:
         """Enter in a lane's thread around one operation. When it is left, the operation's work is finished."""
@@ -90,6 +93,9 @@ class Device(ABC):
     def rng_state_guard(self) -> AbstractContextManager[None]:
         """Whatever is drawn or seeded inside, the random state afterwards is the one before."""
         return torch.random.fork_rng(devices=[])
+
+    def pause(self, lane: str) -> None:
+        """Before an operation of any of the engine's lanes, those of the host too: time to be overtaken in."""
 
     def synchronize(self) -> None:
         """Wait for all work on the device, whatever lane it came from."""

@@ -96,6 +96,15 @@ class VirtualDevice(Device):
         finally:
             self._here.lane = outer
 
+    @property
+    def poisons(self) -> bool:  # type: ignore[override]
+        return self.options.poison
+
+    def pause(self, lane: str) -> None:
+        if lane:
+            with self.lane(f"before {lane}"):
+                pass
+
     @contextmanager
     def compute(self, flops: float) -> Iterator[None]:
         begin = self._clock()

@@ -24,25 +24,24 @@ import torch
 from torch import Tensor, nn
 
 from lohan.engine.compute import Compute, MicroBatch
+from lohan.engine.create import build_model, may_clip, num_versions, open_run_store
 from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
-from lohan.engine.layout import UnitLayout, lay_out, model_size, records_of
-from lohan.engine.load import fill_store
+from lohan.engine.export import Progress, export_store
+from lohan.engine.layout import UnitLayout, model_size
 from lohan.engine.memory import host_budget
+from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
+from lohan.engine.trace import Trace
 from lohan.errors import ConfigError, LohanError
-from lohan.models.checkpoint import match_folder
-from lohan.models.folder import open_folder
-from lohan.models.skeleton import build_skeleton
-from lohan.models.source import MasterSource, ModuleSource
-from lohan.models.units import Units, partition
+from lohan.models.units import Units
 from lohan.optim import LossScale, Updater
 from lohan.plan.fit import Wishes, fit_plan
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import Plan
 from lohan.plan.schedule import Key
 from lohan.sizes import parse_size
-from lohan.store import Arena, Files, RecordSpec, Store, create_store, has_store, open_store
+from lohan.store import Arena, Files, Store
 
 # Speculation pays while few steps clip: a step that does is updated twice. Both numbers picked by arithmetic on
 # the traffic (a redo costs about one more update), not measured.
@@ -113,6 +112,7 @@ class Run:
         """One optimizer step over all micro-batches. `metadata` is kept with the step if it is committed."""
         started = time.perf_counter()
         self._check_alive()
+        self._trace.begin_step(started)
         engine = self._ready(micro_batches)
         number = self.step_number + 1
         commit = number % self._commit_every == 0
@@ -416,10 +416,14 @@ def open_run(
     piece_elements: int = PIECE_ELEMENTS,
     trust_remote_code: bool = False,
     progress: Callable[[int], None] | None = None,
+    trace: str | Path | None = None,
     store_files: Files | None = None,
     **settings: Any,
 ) -> Iterator[Run]:
     """Open a run on these SSD directories: a new one from `model`, or the one that is there.
+
+    A run keeps what it needs of its model's folder, so going on with one does not need `model`. With `trace`, every
+    step writes a file for https://ui.perfetto.dev into that folder; the last 20 are kept.
 
     The other arguments are fields of Settings: learning_rate, max_grad_norm, state_format and so on. On leaving, the
     last step is committed; after an error the run stays at its last commit. `store_files` is for tests: what the store
@@ -459,7 +463,8 @@ def open_run(
                 weights=weights,
                 progress=progress,
                 observer=recorded.observe,
-            )  # fmt: skip
+                files=store_files,
+            )
         )
         run = Run(
             model=built.module, units=built.units, layouts=built.layouts, updater=built.updater, store=store,

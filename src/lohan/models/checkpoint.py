@@ -94,7 +94,7 @@ class Checkpoint:
             raise ValueError(f"not given: {', '.join(sorted(absent))}")
         parts: dict[str, list[_Part]] = {}
         entries: dict[str, TensorEntry] = {}
-        for name, sources in self._all_sources().items():
+        for name, sources in self.all_sources().items():
             if name not in given:
                 continue
             for source in sources:
@@ -108,7 +108,8 @@ class Checkpoint:
                 stored += [_copied(self.folder, run.entry) for run in source.runs]
         return sorted(stored, key=lambda tensor: _natural(self.folder.tensors, tensor.name))
 
-    def _all_sources(self) -> dict[str, list[Stored]]:
+    def all_sources(self) -> dict[str, list[Stored]]:
+        """Every parameter and buffer with the stored tensors that hold its values; the first is the one read."""
         single = {name: [source] for name, source in (self.params | self.buffers).items()}
         return {name: sources + self._copies.get(name, []) for name, sources in single.items()}
 

@@ -67,7 +67,7 @@ def export_folder(
     _refuse_unusable(out, source_folder, tensors)
     shards = _cut_into_shards(tensors, int(max_shard_bytes))
     config = _new_config(source_folder / "config.json", tensors)
-    copied = _files_to_copy(source_folder)
+    copied = files_to_copy(source_folder)
     need = sum(_num_bytes(tensor) for tensor in tensors) + sum(file.stat().st_size for file in copied)
     need += (16 << 20) + 1024 * len(tensors)  # headers, index and the file system's own records
 
@@ -194,7 +194,8 @@ def _set_dtype(config: dict[str, Any], name: str) -> None:
             _set_dtype(value, name)
 
 
-def _files_to_copy(source_folder: Path) -> list[Path]:
+def files_to_copy(source_folder: Path) -> list[Path]:
+    """What a model folder holds beside its weights and config.json: tokenizer, generation settings, templates, code."""
     found = {file for pattern in _COPIED for file in source_folder.glob(pattern)}
     found |= {file for name in _COPIED_FOLDERS for file in (source_folder / name).glob("*.jinja")}
     return sorted(

@@ -1,0 +1,236 @@
+"""A run's weights as a Hugging Face folder, read from its store piece by piece.
+
+The weights are those that are trained with: in the wire dtype, to the bit. With `master` they are the fp32 master
+weights instead. Memory does not depend on the model's size: a few pieces, and one buffer on the way out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lohan.engine.layout import UnitLayout
+from lohan.engine.run_folder import RunFolder, read_run_folder, wire_dtype
+from lohan.engine.settings import Settings, dtype_of
+from lohan.errors import ConfigError, ModelError, StoreMissing
+from lohan.models.export import ExportTensor, Reader, export_folder
+from lohan.optim import Updater
+from lohan.plan.pieces import Chunk
+from lohan.store import Handle, Store, open_store, round_up
+from lohan.store.arena import map_memory
+
+Progress = Callable[[int, int], None]
+"""Told (bytes done, bytes in all)."""
+
+# One piece is copied while the next is read; two more, because experts that are stored one by one are pieces of
+# one parameter and come in turns. Picked by arithmetic, not measured.
+_PIECES_HELD = 4
+
+
+def export_run(
+    run: str | Path,
+    out: str | Path,
+    *,
+    ssd: Sequence[str | Path] = (),
+    dtype: str | torch.dtype | None = None,
+    master: bool = False,
+    max_shard_bytes: float = 5e9,
+    progress: Progress | None = None,
+) -> None:
+    """Export the last commit of a run that nobody has open. `run` is its first SSD directory.
+
+    The other directories are those run.json names, unless `ssd` says where they are now.
+    """
+    folder = read_run_folder(Path(run))
+    directories = [Path(directory) for directory in ssd] or _directories(folder)
+    with open_store(directories) as store:
+        if store.name != folder.info.store:
+            raise ConfigError(
+                f"{directories[0]} holds another store than the run in {run} ({store.name[:8]} and "
+                f"{folder.info.store[:8]}). Give all directories of that run with --ssd."
+            )
+        if store.committed_step is None:
+            raise ModelError(
+                f"The run in {run} was cut off while it was made and holds no weights. Open it again with its model."
+            )
+        export_store(
+            store, folder, Path(out), dtype=dtype, master=master, max_shard_bytes=max_shard_bytes, progress=progress
+        )
+
+
+def _directories(folder: RunFolder) -> list[Path]:
+    """Where the run's drives are: the first where it was named, the others where they were last seen."""
+    named = [folder.directory, *(Path(directory) for directory in folder.info.directories[1:])]
+    lost = [str(directory) for directory in named if not directory.is_dir()]
+    if lost:
+        raise StoreMissing(
+            f"{', '.join(lost)} (part of the run in {folder.directory}) is not there. Mount the drive, or name all "
+            "directories of the run where they are now: --ssd DIR --ssd DIR."
+        )
+    return named
+
+
+def export_store(
+    store: Store,
+    folder: RunFolder,
+    out: Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    master: bool = False,
+    max_shard_bytes: float = 5e9,
+    progress: Progress | None = None,
+) -> None:
+    """Export what a store holds now. Nothing may be writing to it."""
+    if not (folder.model_folder / "config.json").is_file():
+        raise ModelError(
+            f"The run in {folder.directory} was made from a {folder.info.model} without a transformers config, so "
+            "there is no folder to export it as. Use run.read_weights()."
+        )
+    wanted = None if dtype is None else dtype_of(dtype, "dtype")
+    settings = Settings(
+        optimizer=folder.info.settings["optimizer"],
+        state_format=folder.info.settings["state_format"],
+        wire_dtype=wire_dtype(folder.info),
+    )
+    updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
+    pieces = _Pieces(store, updater, master=master)
+    tensors = [
+        ExportTensor(
+            param.name,
+            torch.float32 if master else layout.wire,
+            param.shape,
+            _reader(pieces, layout, index),
+        )
+        for layout in folder.layouts(updater)
+        for index, param in enumerate(layout.spec.params)
+    ]
+    origin = folder.origin()
+    try:
+        stored = origin.as_stored(tensors)
+        if progress is not None:
+            stored = _counted(stored, progress)
+        export_folder(out, folder.model_folder, stored, dtype=wanted, max_shard_bytes=max_shard_bytes)
+    finally:
+        pieces.close()
+        origin.folder.close()
+
+
+def _reader(pieces: _Pieces, layout: UnitLayout, tensor: int) -> Reader:
+    places = [
+        _Place(layout, index, chunk)
+        for index, piece in enumerate(layout.pieces.pieces)
+        for chunk in piece.chunks
+        if chunk.tensor == tensor
+    ]
+    starts = [place.chunk.start for place in places]
+
+    def read(into: memoryview, start_byte: int, num_bytes: int) -> None:
+        size = pieces.element_bytes(layout)
+        reached, end = start_byte // size, (start_byte + num_bytes) // size
+        index = bisect_right(starts, reached) - 1
+        while reached < end:
+            place = places[index]
+            values = pieces.get(place, places[index + 1] if index + 1 < len(places) else None)
+            inside = reached - place.chunk.start
+            count = min(place.chunk.num_elements - inside, end - reached)
+            first = (reached - start_byte // size) * size
+            into[first : first + count * size] = values[inside * size : (inside + count) * size]
+            reached, index = reached + count, index + 1
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A stretch of a tensor and the piece that holds it."""
+
+    layout: UnitLayout
+    piece: int
+    chunk: Chunk
+
+    @property
+    def record(self) -> str:
+        return self.layout.weights_record(self.piece)
+
+
+class _Pieces:
+    """The last few pieces that were read, and the next one on its way."""
+
+    def __init__(self, store: Store, updater: Updater, *, master: bool):
+        self._store, self._updater, self._master = store, updater, master
+        self._held: OrderedDict[str, tuple[list[Handle], Tensor, Tensor]] = OrderedDict()
+
+    def element_bytes(self, layout: UnitLayout) -> int:
+        return 4 if self._master else layout.wire.itemsize
+
+    def get(self, place: _Place, following: _Place | None) -> memoryview:
+        """The bytes of a stretch, in the dtype that is exported."""
+        self._fetch(place)
+        self._held.move_to_end(place.record)
+        if following is not None:
+            self._fetch(following)
+        handles, weights, state = self._held[place.record]
+        for handle in handles:
+            handle.wait()
+        layout, chunk = place.layout, place.chunk
+        piece = layout.pieces.pieces[place.piece]
+        start = chunk.weights_offset - piece.weights_offset
+        wire = weights[start : start + chunk.num_elements * layout.wire.itemsize].view(layout.wire)
+        if not self._master:
+            return memoryview(wire.view(torch.uint8).numpy().data)
+        values = torch.empty(chunk.num_elements)
+        if piece.state_bytes:
+            size = self._updater.state_bytes(chunk.num_elements)
+            self._updater.read_master(wire, state[chunk.state_offset : chunk.state_offset + size], values)
+        else:
+            values.copy_(wire)
+        return memoryview(values.view(torch.uint8).numpy().data)
+
+    def _fetch(self, place: _Place) -> None:
+        if place.record in self._held:
+            return
+        while len(self._held) >= _PIECES_HELD:
+            handles, _, _ = self._held.popitem(last=False)[1]
+            for handle in handles:
+                handle.wait()  # memory on its way belongs to the store until then
+        piece = place.layout.pieces.pieces[place.piece]
+        with_state = self._master and piece.state_bytes > 0
+        weights, state = _memory(piece.weights_bytes), _memory(piece.state_bytes if with_state else 0)
+        handles = [self._store.read(place.record, weights.numpy())]
+        if with_state:
+            handles.append(self._store.read(place.layout.state_record(place.piece), state.numpy()))
+        self._held[place.record] = (handles, weights, state)
+
+    def close(self) -> None:
+        self._store.drain()
+        self._held.clear()
+
+
+def _memory(num_bytes: int) -> Tensor:
+    """Whole pages, so that the store reads into it without a copy."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(map_memory(round_up(num_bytes)), dtype=np.uint8))
+
+
+def _counted(tensors: Sequence[ExportTensor], progress: Progress) -> list[ExportTensor]:
+    total = sum(tensor.num_elements * tensor.dtype.itemsize for tensor in tensors)
+    done = 0
+
+    def counted(reader: Reader) -> Reader:
+        def read(into: memoryview, start_byte: int, num_bytes: int) -> None:
+            nonlocal done
+            reader(into, start_byte, num_bytes)
+            done += num_bytes
+            progress(done, total)
+
+        return read
+
+    return [ExportTensor(t.name, t.dtype, t.shape, counted(t.reader)) for t in tensors]

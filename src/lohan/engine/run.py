@@ -36,7 +36,7 @@ from lohan.engine.trace import Trace
 from lohan.errors import ConfigError, LohanError
 from lohan.models.units import Units
 from lohan.optim import LossScale, Updater
-from lohan.plan.fit import Wishes, fit_plan
+from lohan.plan.fit import Wishes, fit_plan, staging_bytes
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import Plan
 from lohan.plan.schedule import Key
@@ -219,7 +219,7 @@ class Run:
             )
         self.plan, self._shape = plan, shape
         try:
-            arena = Arena(budget.staging // 4096 * 4096)
+            arena = Arena(staging_bytes(size, plan) + budget.inputs)
             self._owned.callback(arena.close)
             self.device.pin(arena.memory)
             self._owned.callback(self.device.unpin, arena.memory)
@@ -299,6 +299,11 @@ class Run:
         """
         self.commit()
         export_store(self.store, self.folder, Path(out), dtype=dtype, master=master, progress=progress)
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Bytes read from and written to the drives since the run was opened."""
+        return sum(self._trace.bytes_moved.values())
 
     def write_trace(self, path: str | Path, *, steps: int = 1) -> None:
         """The last steps as a file for https://ui.perfetto.dev: what every lane and every drive did when."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import threading
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -53,10 +54,15 @@ class Trace:
         self._requests: deque[Span] = deque(maxlen=MAX_SPANS)
         self._steps: deque[Step] = deque(maxlen=10_000)
         self._written: deque[Path] = deque()
+        self.bytes_moved = {"read": 0, "write": 0}
+        """All the drives have moved since the run was opened."""
+        self._guard = threading.Lock()
 
     def observe(self, kind: str, drive: int, record: str, num_bytes: int, start: float, end: float) -> None:
         """A request of the store, as its observer is told."""
         self._requests.append(Span(f"drive {drive + 1} {kind}", record, start, end, {"bytes": num_bytes}))
+        with self._guard:
+            self.bytes_moved[kind] += num_bytes
 
     def begin_step(self, now: float) -> None:
         """A step begins: what the one before left to do belongs to it up to here."""

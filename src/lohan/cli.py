@@ -7,6 +7,8 @@ LohanError, said in one message on stderr), 130 stopped with Ctrl-C.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,6 +145,36 @@ def _print_findings(console: Any, findings: list[Finding]) -> None:
     console.print(f"\n[bold]{' and '.join(words) if words else 'All is well'}.[/]", highlight=False)
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The first SSD directory of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new Hugging Face folder to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(metavar="bf16|fp16|fp32", help="Convert the weights. By default they stay as trained.")
+    ] = None,
+    master: Annotated[bool, typer.Option("--master", help="Export the fp32 master weights instead.")] = False,
+    ssd: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="A directory of the run, if they have moved. Repeat it for each of them."),
+    ] = None,
+) -> None:
+    """Write the weights of a run's last commit as a Hugging Face folder. The run must not be open elsewhere."""
+    from lohan.engine.export import export_run
+    from lohan.sizes import format_bytes
+
+    written = 0
+
+    with _byte_bar("Exporting") as progress:
+
+        def told(done: int, total: int) -> None:
+            nonlocal written
+            written = total
+            progress(done, total)
+
+        export_run(run, out, ssd=ssd or (), dtype=dtype, master=master, progress=told)
+    print(f"{out}: {format_bytes(written)} of weights.")
+
+
 @store_app.command("info")
 def store_info(directories: Directories, as_json: AsJson = False) -> None:
     """What is in a store. Takes no lock, so it can be asked while a run uses the store."""
@@ -206,25 +238,12 @@ def store_verify(directories: Directories, as_json: AsJson = False) -> None:
     """Read every committed byte and check it. Exit code 1 if anything is damaged."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     from lohan.sizes import format_bytes
     from lohan.store.report import verify_directories
 
-    # On stderr, so that the report can be piped while the bar is seen; without a terminal there is no bar.
-    bar = Progress(
-        "Verifying",
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
-        task = bar.add_task("verify", total=None)
-        report = verify_directories(directories, lambda done, total: bar.update(task, completed=done, total=total))
+    with _byte_bar("Verifying") as progress:
+        report = verify_directories(directories, progress)
     if as_json:
         _print_json(report)
     else:
@@ -243,6 +262,28 @@ def store_verify(directories: Directories, as_json: AsJson = False) -> None:
         )
     if report["problems"]:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar to be told (bytes done, bytes in all)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    # On stderr, so that the report can be piped while the bar is seen; without a terminal there is no bar.
+    bar = Progress(
+        what,
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print_json(value: Any) -> None:

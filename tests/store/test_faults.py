@@ -456,6 +456,44 @@ def test_every_crash_point_of_a_commit_leaves_the_old_version_or_the_new_one():
                     assert_holds(store, store.committed_step)
 
 
+def test_power_loss_at_any_point_of_mending_what_a_killed_process_left_loses_nothing(monkeypatch):
+    """The twin that a mend copies from may be in the page cache only: then losing power would tear both."""
+    monkeypatch.setattr("lohan.store.manifest.METADATA_BYTES", 256)
+    for in_commit in (2, 3, 4, 5):
+        for in_opening in range(14):
+            for seed in range(4):
+                bench = Bench()
+                with bench.open() as store:
+                    store.begin(2)
+                    write_step(store, 2)
+                    bench.files.crash_after(in_commit)
+                    with pytest.raises(StoreError):
+                        store.commit(2, {"step": 2}).wait()
+                bench.files.crash()
+                bench.files.crash_after(in_opening)
+                try:
+                    with bench.open():
+                        bench.files.freeze()
+                except StoreError:
+                    pass
+                bench.files.power_loss(random.Random(seed))
+                with bench.open() as store:
+                    assert_holds(store, store.committed_step)
+
+
+def test_decay_of_one_twin_and_a_commit_cut_off_in_the_other_lose_nothing(bench):
+    """The reason why a manifest has two places: the page before the newest stays whole in both twins."""
+    with bench.open() as store:
+        place_bytes = len(bench.files.contents(MANIFESTS[1])) // 2
+        bench.files.flip(MANIFESTS[1], place_bytes + HEAD_BYTES + 5)  # step 1 is page 1
+        store.begin(2)
+        write_step(store, 2)
+        bench.files.fail("write", errno.EIO, name="lohan.manifest.0")
+        with pytest.raises(StoreIOError):
+            store.commit(2, {"step": 2}).wait()
+    bench.assert_holds(1)
+
+
 def test_every_crash_point_of_a_creation_leaves_no_store_or_a_whole_one():
     num_changes, complete = 0, False
     while not complete:

@@ -344,7 +344,8 @@ def test_a_commit_waits_for_the_writes_issued_before_it(bench):
             gate.wait_until_reached()
             bench.files.calls.clear()
             commit = store.commit(2, {"step": 2})
-            assert not commit.done
+            with pytest.raises(TimeoutError):
+                commit.wait(0.1)
         commit.wait()
         order = [(call, name) for call, name, _ in bench.files.calls if call != "read"]
         assert order.index(("sync", "lohan.data")) > max(i for i, c in enumerate(order) if c == ("write", "lohan.data"))

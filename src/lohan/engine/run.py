@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lohan.engine.compute import Compute, MicroBatch
-from lohan.engine.create import build_model, may_clip, num_versions, open_run_store
+from lohan.engine.create import build_model, may_clip, num_versions, open_run_store, without_caches
 from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
 from lohan.engine.export import Progress, export_store
@@ -212,7 +212,8 @@ class Run:
             separate_memory=self.device.separate_memory,
         )  # fmt: skip
         plan = fit_plan(size, budget, self._wishes)
-        if plan.gradients_on_ssd and not self.store.layout.has(self.layouts[-1].gradient_record):
+        gradients = [layout.gradient_record for layout in self.layouts if layout.pieces.state_bytes]
+        if plan.gradients_on_ssd and not all(self.store.layout.has(name) for name in gradients):
             raise ConfigError(
                 "This run's store was made without room for gradients, and host_memory cannot hold them. "
                 "Raise host_memory, or create the run again."
@@ -471,6 +472,7 @@ def open_run(
                 files=store_files,
             )
         )
+        owned.enter_context(without_caches(built.module))
         run = Run(
             model=built.module, units=built.units, layouts=built.layouts, updater=built.updater, store=store,
             device=opened, settings=chosen, host_bytes=host_bytes, commit_every=commit_every, wishes=wishes,

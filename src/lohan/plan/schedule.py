@@ -363,7 +363,7 @@ class Scheduler:
             self._evict(gradient, updates)
         else:
             self._gradient_users[unit] += updates
-            if phase != "b":
+            if phase in "ur" or (phase == "s" and plan.clip != "speculative"):  # a guess may have to be done again
                 self._release_gradient(unit)
         if source is not None and not keep_source:
             self._evict(source, [*users, *updates, *writes])

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+import numpy as np
+
 from lohan.errors import ArenaError
 from lohan.sizes import format_bytes
 
@@ -30,8 +32,16 @@ def round_up(num_bytes: int, to: int = PAGE_BYTES) -> int:
 
 def map_memory(num_bytes: int, *, touch: bool = True) -> mmap.mmap:
     """Private, page-aligned memory; with `touch` its pages exist now and no page fault is paid for later."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (getattr(mmap, "MAP_POPULATE", 0) if touch else 0)
-    return mmap.mmap(-1, num_bytes, flags=flags)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if touch:
+        # Small pages lie scattered, and a drive takes only so many pieces in one request (254 is common): 4 MiB of
+        # them become five requests, of large pages one.
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except (AttributeError, OSError):
+            pass  # a kernel without large pages; everything works with small ones
+        np.frombuffer(mapping, np.uint8)[::PAGE_BYTES] = 0
+    return mapping
 
 
 class Slab:

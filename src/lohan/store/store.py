@@ -51,6 +51,10 @@ Observer = Callable[[str, int, str, int, float, float], None]
 # 0.1 s on a 7 GB/s drive; picked by arithmetic, not measured.
 QUEUE_DEPTH = 256
 
+# I/O threads per drive, each way. A thread that computes checksums keeps no request on the drive, so there are more
+# than the drive needs: 4 are slower, 12 hardly faster (benchmarks/results/2026-11-16_store_io.md).
+THREADS_PER_DRIVE = 8
+
 
 class _Operation:
     """One read or write of consecutive chunks, from issue to done."""
@@ -553,7 +557,7 @@ def open_store(
     *,
     read_only: bool = False,
     verify: bool = True,
-    threads_per_drive: int = 2,
+    threads_per_drive: int = THREADS_PER_DRIVE,
     observer: Observer | None = None,
     files: Files | None = None,
 ) -> Iterator[Store]:

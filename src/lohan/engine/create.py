@@ -88,6 +88,26 @@ def build_model(
     )
 
 
+@contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """What keeps tensors of blocks for later, off while the run is open: key-value caches and hidden states."""
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    saved = [
+        (part, name, getattr(part, name))
+        for part in (config, text)
+        for name in ("use_cache", "output_hidden_states")
+        if getattr(part, name, False)
+    ]
+    try:
+        for part, name, _ in saved:
+            setattr(part, name, False)
+        yield
+    finally:
+        for part, name, value in saved:
+            setattr(part, name, value)
+
+
 def _own_model(directories: Sequence[Path]) -> Path:
     for directory in directories:
         if (directory / RUN_FILE).exists() and (directory / MODEL_FOLDER / "config.json").exists():

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import heapq
 import json
-import threading
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,10 +1,15 @@
-"""The long runs behind the store's promises; the test suite has a short form of each.
+"""The long runs behind what is promised; the test suite has a short form of each.
 
     python -m lohan.testing.campaign property --examples 20000
     python -m lohan.testing.campaign kill --rounds 200 --directory DIR --drives 2
+    python -m lohan.testing.campaign parity --seconds 600
+    python -m lohan.testing.campaign races --seeds 200
 
 `property` drives random sequences with crashes, power losses and failures against a model, on drives in memory.
-`kill` kills a real writer on real files. Both print progress, end with one line of JSON, and exit 1 on a failure.
+`kill` kills a real writer on real files. `parity` compares runs with plain PyTorch to the bit: the full product of
+models, micro-batches, clipping, formats, drives, commits and devices, each with random values of everything else.
+`races` does the same with random delays on every lane and late I/O. All print progress, end with one line of JSON, and
+exit 1 on a failure.
 """
 
 from __future__ import annotations
@@ -12,11 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lohan.testing import parity
 
 
 def property_campaign(num_examples: int, num_steps: int) -> int:
@@ -57,6 +68,61 @@ def kill_campaign(num_rounds: int, directory: Path | None, num_drives: int, seed
     return 1 if tally.failures else 0
 
 
+def parity_campaign(full: bool, seconds: float, seed: int, directory: Path | None) -> int:
+    """The product of what is promised, in random order, until it is done or (without `full`) the time is over."""
+    from lohan.testing import parity
+
+    return _compare_cases(parity.all_cases(seed), None if full else seconds, seed, directory)
+
+
+def races_campaign(num_seeds: int, seed: int, directory: Path | None) -> int:
+    """Random cases on `virtual`, each with delays of its own on every lane and in the store's I/O."""
+    from dataclasses import replace
+
+    from lohan.testing import parity
+
+    rng = random.Random(seed)
+    cases = [replace(parity.random_case(rng), device="virtual") for _ in range(num_seeds)]
+    return _compare_cases(cases, None, seed, directory, races=True)
+
+
+def _compare_cases(
+    cases: Sequence[parity.Case], seconds: float | None, seed: int, directory: Path | None, *, races: bool = False
+) -> int:
+    import torch
+    import transformers
+
+    from lohan.testing import parity
+
+    torch.set_num_threads(1)  # a zoo model is smaller than the cost of sharing it
+    transformers.utils.logging.disable_progress_bar()
+    started, done, failures = time.perf_counter(), 0, 0
+    print(f"seed {seed}, {len(cases)} cases", flush=True)
+    with tempfile.TemporaryDirectory(prefix="lohan-parity-", dir=directory) as folder:
+        for number, case in enumerate(cases):
+            if seconds is not None and time.perf_counter() - started > seconds:
+                break
+            place = Path(folder) / f"run{number}"
+            found: object
+            try:
+                models = Path(folder) / "models"
+                if races:
+                    found = parity.race_case(case, models, place, seed=seed + number)
+                else:
+                    found = parity.run_case(case, models, place)
+            except Exception as error:  # a failure like any other: told with its case, and the rest goes on
+                found = f"{type(error).__name__}: {error}"
+            shutil.rmtree(place, ignore_errors=True)
+            done += 1
+            if found is not None:
+                failures += 1
+                print(f"FAILED seed {seed + number}: {case}: {found}", flush=True)
+            if done % 20 == 0 or done == len(cases):
+                print(f"{done} of {len(cases)} cases, {time.perf_counter() - started:.0f} s", flush=True)
+    print(json.dumps({"cases": done, "failures": failures}))
+    return 1 if failures else 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lohan.testing.campaign", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -68,10 +134,22 @@ def main(arguments: list[str] | None = None) -> int:
     kills.add_argument("--directory", type=Path, help="where to make the store (default: the temporary folder)")
     kills.add_argument("--drives", type=int, default=2, metavar="N")
     kills.add_argument("--seed", type=int, default=None, help="repeat a run's choices (not its timing)")
+    parities = commands.add_parser("parity", help="runs against plain PyTorch, to the bit")
+    parities.add_argument("--full", action="store_true", help="the whole product, however long it takes")
+    parities.add_argument("--seconds", type=float, default=600.0, metavar="N", help="stop after this long")
+    races = commands.add_parser("races", help="the same with random delays on every lane")
+    races.add_argument("--seeds", type=int, default=200, metavar="N")
+    for command in (parities, races):
+        command.add_argument("--seed", type=int, default=None, help="repeat a run's choices")
+        command.add_argument("--directory", type=Path, help="where to make the stores (default: the temporary folder)")
     chosen = parser.parse_args(arguments)
     if chosen.command == "property":
         return property_campaign(chosen.examples, chosen.steps)
     seed = random.SystemRandom().getrandbits(32) if chosen.seed is None else chosen.seed
+    if chosen.command == "parity":
+        return parity_campaign(chosen.full, chosen.seconds, seed, chosen.directory)
+    if chosen.command == "races":
+        return races_campaign(chosen.seeds, seed, chosen.directory)
     return kill_campaign(chosen.rounds, chosen.directory, chosen.drives, seed)
 
 

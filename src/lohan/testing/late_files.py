@@ -37,10 +37,9 @@ class QuickFiles(Files):
 
 
 class LateFiles(QuickFiles):
-    """Sleeps up to `max_delay_seconds` before each read and write. Quiet until `active` is set."""
+    """Sleeps up to `max_delay_seconds` before each read and write."""
 
     def __init__(self, seed: int, max_delay_seconds: float = 0.01):
-        self.active = False
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self._max_delay_seconds = max_delay_seconds
@@ -54,7 +53,6 @@ class LateFiles(QuickFiles):
         return super().write(descriptor, pieces, offset)
 
     def _delay(self) -> None:
-        if self.active:
-            with self._lock:
-                share = self._rng.random() ** 3  # mostly short, now and then the whole length
-            time.sleep(self._max_delay_seconds * share)
+        with self._lock:
+            share = self._rng.random() ** 3  # mostly short, now and then the whole length
+        time.sleep(self._max_delay_seconds * share)

@@ -23,13 +23,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lohan.engine import run as run_module
+from lohan.engine.devices import VirtualOptions
 from lohan.engine.run import Run, open_run
 from lohan.optim import LossScale
+from lohan.plan.fit import fit_plan
 from lohan.plan.plan import ModelSize, Plan
 from lohan.store import Files
 from lohan.testing import zoo
-from lohan.testing.late_files import QuickFiles
+from lohan.testing.late_files import LateFiles, QuickFiles
 from lohan.testing.oracle import MicroBatch, Oracle
 
 VOCABULARY = 257
@@ -57,15 +58,14 @@ class Difference:
 @contextmanager
 def changed_plan(change: ChangePlan | None) -> Iterator[None]:
     """Runs opened inside have their plan changed: any plan must give the same bits, not only those that fit makes."""
-    original = run_module.fit_plan
     if change is None:
         yield
         return
 
     def fit(model: ModelSize, budget: Any, wishes: Any) -> Plan:
-        return change(model, original(model, budget, wishes))
+        return change(model, fit_plan(model, budget, wishes))
 
-    with mock.patch.object(run_module, "fit_plan", fit):
+    with mock.patch("lohan.engine.run.fit_plan", fit):
         yield
 
 
@@ -417,3 +417,12 @@ def run_case(
         first_scale=scale if case.precision.startswith("fp16") else None,
         files=files,
     )
+
+
+def race_case(
+    case: Case, models: Path, directory: Path, *, seed: int, steps: int = 4, max_delay_seconds: float = 0.004
+) -> Difference | None:
+    """Compare one case with random delays on every lane and in every read and write of the store."""
+    files = LateFiles(seed, max_delay_seconds)
+    virtual = VirtualOptions(delay_seed=seed, max_delay_seconds=max_delay_seconds)
+    return run_case(case, models, directory, steps=steps, run={"virtual": virtual}, files=files)

@@ -484,8 +484,10 @@ def test_power_loss_at_any_point_of_mending_what_a_killed_process_left_loses_not
 def test_decay_of_one_twin_and_a_commit_cut_off_in_the_other_lose_nothing(bench):
     """The reason why a manifest has two places: the page before the newest stays whole in both twins."""
     with bench.open() as store:
-        place_bytes = len(bench.files.contents(MANIFESTS[1])) // 2
-        bench.files.flip(MANIFESTS[1], place_bytes + HEAD_BYTES + 5)  # step 1 is page 1
+        twin = bench.files.contents(MANIFESTS[1])
+        places = {place: unseal(MANIFEST, twin[place : place + len(twin) // 2]) for place in (0, len(twin) // 2)}
+        newest = max(places, key=lambda place: places[place].sequence if places[place] else -1)
+        bench.files.flip(MANIFESTS[1], newest + HEAD_BYTES + 5)
         store.begin(2)
         write_step(store, 2)
         bench.files.fail("write", errno.EIO, name="lohan.manifest.0")

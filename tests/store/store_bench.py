@@ -1,5 +1,6 @@
 """A small store on drives in memory, and one way to say what it should hold."""
 
+import random
 from pathlib import Path
 
 from lohan.store import PAGE_BYTES, RecordSpec, create_store, open_store
@@ -23,6 +24,11 @@ def content(name, step):
     return (f"{name} of step {step}. ".encode() * size)[:size]
 
 
+def metadata(step):
+    """Long enough for a manifest of several sectors, so that losing power can tear it."""
+    return {"step": step, "noise": random.Random(step).randbytes(1500).hex()}
+
+
 def read(store, name):
     """The record's bytes now."""
     into = bytearray(store.layout.records[store.layout.record(name)].num_bytes)
@@ -38,13 +44,13 @@ def write_step(store, step):
 def commit_step(store, step):
     store.begin(step)
     write_step(store, step)
-    store.commit(step, {"step": step}).wait(30)
+    store.commit(step, metadata(step)).wait(30)
 
 
 def assert_holds(store, step):
     """Exactly the committed version of this step, to the bit."""
     assert store.committed_step == step
-    assert store.metadata == {"step": step}
+    assert store.metadata == metadata(step)
     for record in KEPT:
         assert read(store, record.name) == content(record.name, step)
 

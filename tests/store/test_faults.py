@@ -11,7 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_bench import CHUNK, DRIVES, PATHS, RECORDS, Bench, assert_holds, commit_step, content, read, write_step
+from store_bench import (
+    CHUNK,
+    DRIVES,
+    PATHS,
+    RECORDS,
+    Bench,
+    assert_holds,
+    commit_step,
+    content,
+    metadata,
+    read,
+    write_step,
+)
 
 from lohan.errors import (
     ConfigError,
@@ -65,7 +77,7 @@ def test_eio_on_write_makes_the_record_unreadable_until_it_is_written_again(benc
             store.commit(2).wait()
         assert store.committed_step == 1
         store.write("small", content("small", 2)).wait()
-        store.commit(2, {"step": 2}).wait()
+        store.commit(2, metadata(2)).wait()
     bench.assert_holds(2)
 
 
@@ -116,7 +128,7 @@ def test_a_failed_sync_ends_commits_until_the_store_is_opened_again(bench):
         write_step(store, 2)
         bench.files.fail("sync", errno.EIO, name="nvme1")
         with pytest.raises(StoreIOError, match=r"/nvme1/store: .* while making a step durable.*dmesg"):
-            store.commit(2, {"step": 2}).wait()
+            store.commit(2, metadata(2)).wait()
         for refused in (lambda: store.begin(3), lambda: store.commit(2), lambda: store.write("small", bytes(100))):
             with pytest.raises(StoreError, match="Close the store and open it again"):
                 refused()
@@ -131,7 +143,7 @@ def test_a_manifest_that_cannot_be_written_leaves_one_whole_version(bench, call,
         write_step(store, 2)
         bench.files.fail(call, errno.EIO, name="manifest", skip=skip)
         with pytest.raises(StoreIOError, match=rf"while writing lohan.manifest.{skip}"):
-            store.commit(2, {"step": 2}).wait()
+            store.commit(2, metadata(2)).wait()
     with bench.open() as store:
         assert_holds(store, store.committed_step)
 
@@ -429,7 +441,7 @@ def test_a_torn_manifest_leaves_the_commit_before_it(bench):
         changes = bench.files.changes
         bench.files.crash_after(2)  # both data files are synced, and the first manifest is torn
         with pytest.raises(StoreIOError):
-            store.commit(2, {"step": 2}).wait()
+            store.commit(2, metadata(2)).wait()
         assert bench.files.changes == changes + 3
     bench.files.crash()
     bench.assert_holds(1)
@@ -444,7 +456,7 @@ def test_every_crash_point_of_a_commit_leaves_the_old_version_or_the_new_one():
                     store.begin(2)
                     write_step(store, 2)
                     bench.files.crash_after(num_changes)
-                    commit = store.commit(2, {"step": 2})
+                    commit = store.commit(2, metadata(2))
                     try:
                         commit.wait()
                     except StoreError:
@@ -458,7 +470,7 @@ def test_every_crash_point_of_a_commit_leaves_the_old_version_or_the_new_one():
 
 def test_power_loss_at_any_point_of_mending_what_a_killed_process_left_loses_nothing(monkeypatch):
     """The twin that a mend copies from may be in the page cache only: then losing power would tear both."""
-    monkeypatch.setattr("lohan.store.manifest.METADATA_BYTES", 256)
+    monkeypatch.setattr("lohan.store.manifest.METADATA_BYTES", 4096)
     for in_commit in (2, 3, 4, 5):
         for in_opening in range(14):
             for seed in range(4):
@@ -468,7 +480,7 @@ def test_power_loss_at_any_point_of_mending_what_a_killed_process_left_loses_not
                     write_step(store, 2)
                     bench.files.crash_after(in_commit)
                     with pytest.raises(StoreError):
-                        store.commit(2, {"step": 2}).wait()
+                        store.commit(2, metadata(2)).wait()
                 bench.files.crash()
                 bench.files.crash_after(in_opening)
                 try:
@@ -492,7 +504,7 @@ def test_decay_of_one_twin_and_a_commit_cut_off_in_the_other_lose_nothing(bench)
         write_step(store, 2)
         bench.files.fail("write", errno.EIO, name="lohan.manifest.0")
         with pytest.raises(StoreIOError):
-            store.commit(2, {"step": 2}).wait()
+            store.commit(2, metadata(2)).wait()
     bench.assert_holds(1)
 
 

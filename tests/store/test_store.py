@@ -7,7 +7,19 @@ import threading
 
 import numpy as np
 import pytest
-from store_bench import CHUNK, DRIVES, PATHS, RECORDS, Bench, assert_holds, commit_step, content, read, write_step
+from store_bench import (
+    CHUNK,
+    DRIVES,
+    PATHS,
+    RECORDS,
+    Bench,
+    assert_holds,
+    commit_step,
+    content,
+    metadata,
+    read,
+    write_step,
+)
 
 from lohan.errors import ConfigError, RecordMissing, StoreError, StoreIOError
 from lohan.store import RecordSpec, create_store, open_arena, open_store
@@ -124,7 +136,7 @@ def test_a_write_that_fails_and_is_repeated_before_the_commit_does_not_stop_it(b
             bench.files.fail("write", errno.EIO, name="lohan.data")
             failing = store.write("small", b"x" * 100)
             store.write("small", content("small", 2))
-            commit = store.commit(2, {"step": 2})
+            commit = store.commit(2, metadata(2))
         commit.wait()
         assert isinstance(failing.error, StoreIOError)
     bench.assert_holds(2)
@@ -270,7 +282,7 @@ def test_an_undoable_step_can_be_rolled_back_after_a_commit(bench):
         store.rollback()
         assert read(store, "weights") == content("weights", 1)
         write_step(store, 5)
-        store.commit(2, {"step": 5}).wait()
+        store.commit(2, metadata(5)).wait()
     with bench.open() as store:
         assert read(store, "weights") == content("weights", 5)
 
@@ -308,7 +320,7 @@ def test_the_next_step_may_begin_and_write_new_places_while_a_commit_is_under_wa
         store.begin(2)
         write_step(store, 2)
         with bench.files.gate("sync", name="lohan.data") as gate:
-            commit = store.commit(2, {"step": 2})
+            commit = store.commit(2, metadata(2))
             gate.wait_until_reached()
             store.begin(3)
             write_step(store, 3)
@@ -323,7 +335,7 @@ def test_with_two_versions_the_next_steps_writes_wait_for_the_commit(bench):
         store.begin(2)
         write_step(store, 2)
         with bench.files.gate("sync", name="lohan.data") as gate:
-            commit = store.commit(2, {"step": 2})
+            commit = store.commit(2, metadata(2))
             gate.wait_until_reached()
             store.begin(3)
             writer = run(lambda: write_step(store, 3))
@@ -343,7 +355,7 @@ def test_a_commit_waits_for_the_writes_issued_before_it(bench):
             store.write("weights", content("weights", 2))
             gate.wait_until_reached()
             bench.files.calls.clear()
-            commit = store.commit(2, {"step": 2})
+            commit = store.commit(2, metadata(2))
             with pytest.raises(TimeoutError):
                 commit.wait(0.1)
         commit.wait()
@@ -357,7 +369,7 @@ def test_a_commit_makes_data_durable_before_the_manifest_and_one_twin_before_the
         store.begin(2)
         write_step(store, 2)
         bench.files.calls.clear()
-        store.commit(2, {"step": 2}).wait()
+        store.commit(2, metadata(2)).wait()
     assert [(call, name) for call, name, _ in bench.files.calls if call != "read"] == [
         ("sync", "lohan.data"),
         ("sync", "lohan.data"),
@@ -381,7 +393,7 @@ def test_a_commit_that_fails_for_a_broken_record_leaves_the_step_begun_meanwhile
         with pytest.raises(StoreError, match="Write it again, then commit"):
             commit.wait()
         write_step(store, 3)
-        store.commit(3, {"step": 3}).wait()
+        store.commit(3, metadata(3)).wait()
     bench.assert_holds(3)
 
 
@@ -461,7 +473,7 @@ def test_scratch_needs_no_step_survives_commits_and_rollbacks_and_not_reopening(
         store.rollback()
         assert read(store, "scratch") == content("scratch", 1)
         write_step(store, 2)
-        store.commit(2, {"step": 2}).wait()
+        store.commit(2, metadata(2)).wait()
         store.begin(3)
         store.abandon()
         assert read(store, "scratch") == content("scratch", 1)
@@ -475,10 +487,10 @@ def test_metadata_comes_back_as_it_was_when_handed_over(bench):
     with bench.open() as store:
         store.begin(2)
         write_step(store, 2)
-        metadata = {"step": 2, "loss": [1.5, None, "ü"]}
+        handed_over = {"step": 2, "loss": [1.5, None, "ü"]}
         with bench.files.gate("sync", name="lohan.data"):
-            commit = store.commit(2, metadata)
-            metadata["loss"].append("changed too late")
+            commit = store.commit(2, handed_over)
+            handed_over["loss"].append("changed too late")
         commit.wait()
         assert store.metadata == {"step": 2, "loss": [1.5, None, "ü"]}
     with bench.open() as store:
@@ -493,7 +505,7 @@ def test_metadata_that_is_too_large_or_not_json_is_refused_and_the_step_stays_op
             store.commit(2, {"text": "x" * (1 << 20)})
         with pytest.raises(ConfigError, match="plain JSON values"):
             store.commit(2, {"array": np.zeros(3)})
-        store.commit(2, {"step": 2}).wait()
+        store.commit(2, metadata(2)).wait()
     bench.assert_holds(2)
 
 
@@ -528,7 +540,7 @@ def test_closing_lets_a_commit_under_way_finish(bench):
     with bench.open() as store:
         store.begin(2)
         write_step(store, 2)
-        store.commit(2, {"step": 2})
+        store.commit(2, metadata(2))
     bench.assert_holds(2)
 
 

@@ -60,6 +60,11 @@ def number(step: int | None) -> int:
     return -1 if step is None else step
 
 
+def metadata(step: int) -> dict[str, object]:
+    """Long enough for a manifest of several sectors, so that losing power can tear it."""
+    return {"step": step, "noise": random.Random(step).randbytes(1000).hex()}
+
+
 def refusal(call: Callable[..., object], *arguments: object, **options: object) -> str:
     """The message of the StoreError that this call must raise."""
     try:
@@ -84,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.owned = ExitStack()
         # The store reserves a megabyte for metadata in each of four places; moving it would take all the time.
-        self.owned.enter_context(mock.patch("lohan.store.manifest.METADATA_BYTES", 256))
+        self.owned.enter_context(mock.patch("lohan.store.manifest.METADATA_BYTES", 4096))
         self.store: Store | None = None
         self.opened = ExitStack()
         self.pending: list[tuple[Handle, memoryview | None, bytes | None]] = []
@@ -130,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.versions == 1:
             assert self.last_begun <= number(step), "a step written over was not noticed"
         if step is not None:
-            assert store.metadata == {"step": step}
+            assert store.metadata == metadata(step)
         self.store = store
         self.committed = (step, allowed[step])
         self.working: Version = dict(allowed[step])
@@ -228,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.commit is not None:
             self.settle()
         self.candidates = [self.committed, (step, version)]
-        self.commit = (self.store.commit(step, {"step": step}), step, version)
+        self.commit = (self.store.commit(step, metadata(step)), step, version)
 
     # -- ordinary life --------------------------------------------------------------------------------
 

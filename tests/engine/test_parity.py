@@ -62,7 +62,7 @@ def test_a_static_loss_scale_skips_what_overflows_and_only_that(clip, folder_in_
             run={"clip": clip, "commit_every": 3, "versions": 3}, watch=lambda run: updates.append(run._updates),
         )  # fmt: skip
         assert found is None
-    assert len(set(skipped)) > 0
+    assert 0 < updates[4] + updates[9] < 10
 
 
 def test_the_comparison_sees_a_single_bit(folder_in_memory):
@@ -72,11 +72,10 @@ def test_the_comparison_sees_a_single_bit(folder_in_memory):
 
     def flip(run):
         if run.step_number == 2:
-            run._settle_all()
+            run._engine.wait_all()
             buffer = next(iter(run._engine._resident_state.values()))
             buffer.tensor[0] ^= 1
-            run._uncommitted = True  # so that what is in memory is written
 
-    found = parity.compare(folder, data, directory=folder_in_memory / "run", settings={}, watch=flip)
+    found = parity.compare(folder, data, directory=folder_in_memory / "run", run={"commit_every": 3}, watch=flip)
     assert found is not None
     assert "1 of" in found.what

@@ -9,8 +9,9 @@ On a `cpu` device computing and updating share the cores, so they take turns ins
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +91,7 @@ class Engine:
         self.layouts, self.plan, self.model = layouts, plan, model
         self._order = parameter_order
         self._weight_decay = weight_decay
+        self.busy_seconds = {"compute": 0.0, "update": 0.0}
         self._steps: dict[int, StepState] = {}
         self._tasks: dict[Key, Task] = {}
         self._buffers: dict[Key, HostBuffer] = {}
@@ -117,6 +119,13 @@ class Engine:
         self._state_pool = Pool(arena, max(states, default=0), plan.state_slabs, poison=poison)
         self._gradient_pool = Pool(arena, max(trained, default=0), plan.gradient_slabs, poison=poison)
         self._pools = (self._weights_pool, self._state_pool, self._gradient_pool)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        """Add up what computing and updating take by themselves, without their waits."""
+        started = time.perf_counter()
+        yield
+        self.busy_seconds[what] += time.perf_counter() - started
 
     def _load_residents(self, arena: Arena) -> None:
         """Units that stay in memory are read once."""
@@ -244,7 +253,7 @@ class Engine:
         trains = state is not None
         buffer = self._gradient_buffer(unit) if unit == head and trains else None
         tied = self._weights_for(op, "h", 0) if unit == head and self.model.tied else None
-        with self._cores, self.device.lane("gpu"), self.device.compute(op.flops):
+        with self._cores, self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
             self.compute.forward(unit, self._weights_for(op, "f", unit), tied, state.scale if state else None)
             if buffer is not None and state is not None:
                 state.missing[unit] = self.compute.take_gradient(unit, buffer.tensor)
@@ -257,7 +266,7 @@ class Engine:
     def _backward(self, op: Op) -> None:
         unit, state = op.key.unit, self._steps[op.key.step]
         buffer = self._gradient_buffer(unit)
-        with self._cores, self.device.lane("gpu"), self.device.compute(op.flops):
+        with self._cores, self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
             self.compute.backward(unit, self._weights_for(op, "b", unit), state.scale)
             missing = self.compute.take_gradient(unit, buffer.tensor if buffer is not None else torch.empty(0))
         state.missing[unit] = missing
@@ -352,7 +361,7 @@ class Engine:
         assert op.gradient is not None
         unit, state = op.key.unit, self._steps[op.key.step]
         layout, buffer = self.layouts[unit], self._buffers[op.gradient]
-        with self._cores:
+        with self._cores, self._timed("update"):
             for index, param in enumerate(layout.spec.params):
                 if not param.trainable or index in state.missing[unit]:
                     continue
@@ -413,7 +422,7 @@ class Engine:
         multipliers: list[float | Tensor] = [] if state.scale is None else [1.0 / state.scale]
         if state.coefficient is not None and key.phase != "b":
             multipliers.append(state.coefficient)
-        with self._cores:
+        with self._cores, self._timed("update"):
             if state.undoable and key.phase in ("b", "s"):
                 self._keep_undo(key, piece.weights_offset, piece.weights_bytes, weights, states)
             for chunk in piece.chunks:

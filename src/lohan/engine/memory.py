@@ -19,6 +19,8 @@ from lohan.plan.fit import HostBudget
 
 # Python objects, thread stacks, the allocator's own slack, libraries that are loaded with the first operator.
 _OVERHEAD_BYTES = 48 << 20
+# What the C library keeps of freed memory: blocks below 32 MiB go back to its own lists, not to the system.
+_ALLOCATOR_SLACK = 1.2
 # Copies of the logits alive at once in loss and backward: logits, their fp32 form, log-softmax, its gradient.
 _LOGITS_COPIES = 4
 # What a block keeps for its backward, in multiples of its matmuls' inputs and outputs.
@@ -41,11 +43,8 @@ def host_budget(
     largest = max(param.num_elements for param in units.params) * 4  # a norm is taken of a whole fp32 tensor
     if separate_memory:
         return HostBudget(total=total, compute=_OVERHEAD_BYTES + largest, inputs=inputs + (inputs >> 4) + (4 << 20))
-    compute = (
-        _OVERHEAD_BYTES
-        + inputs
-        + max(_block_bytes(layouts, max_tokens, dtype), _outer_bytes(units, layouts, max_tokens, dtype))
-    )
+    busiest = max(_block_bytes(layouts, max_tokens, dtype), _outer_bytes(units, layouts, max_tokens, dtype))
+    compute = _OVERHEAD_BYTES + round((inputs + busiest) * _ALLOCATOR_SLACK)
     return HostBudget(total=total, compute=compute, inputs=0)
 
 

@@ -302,6 +302,15 @@ class Run:
         export_store(self.store, self.folder, Path(out), dtype=dtype, master=master, progress=progress)
 
     @property
+    def busy_seconds(self) -> dict[str, float]:
+        """What computing and updating have taken by themselves, without waiting."""
+        return dict(self._engine.busy_seconds) if self._engine is not None else {}
+
+    def drain(self) -> None:
+        """Wait until all updates of the last step are done and written."""
+        self._settle_all()
+
+    @property
     def ssd_bytes(self) -> int:
         """Bytes read from and written to the drives since the run was opened."""
         return sum(self._trace.bytes_moved.values())

@@ -1,0 +1,274 @@
+"""How much of a step is hidden behind its busiest resource?
+
+    python benchmarks/step_overlap.py [--directory DIR] [--rounds 5] [--quick]
+
+A Llama-shaped model (about 60M parameters) trains with all weights and state on SSD, on `virtual` with compute paced
+to three points: compute three times, as long as, and a third as long as the drive's work; and on `cpu` with three
+numbers of tokens. The limit is the largest of each resource's work done alone, in this same run: the drive reads and
+writes the step's records with nothing else going on; compute, update and checksums are timed by themselves; links are
+paced. On `virtual` compute is the device's and cores only update and checksum; on `cpu` cores do all three.
+
+All runs are open at once and take turns, round by round; a turn is three steps back to back and counts the last two.
+Ratios are medians over rounds. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from against_ram import batches
+from lohan.engine.devices import VirtualOptions
+from lohan.engine.layout import UnitLayout, model_size, records_of
+from lohan.engine.run import Run, open_run
+from lohan.store import Arena, Handle, Slab, Store, create_store, has_store, open_arena, open_store, round_up
+from lohan.store.sealed import checksum
+
+SHAPES = {
+    "60M": {
+        "hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 10, "num_attention_heads": 10,
+        "num_key_value_heads": 10, "vocab_size": 4096,
+    },
+    "8M": {
+        "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 1024,
+    },
+}  # fmt: skip
+LINK_BYTES_PER_SECOND = 8e9
+
+
+@dataclass(slots=True)
+class Case:
+    """One setting: an open run, its data, and what was measured."""
+
+    name: str
+    run: Run
+    tokens: int
+    vocabulary: int
+    seconds: list[float] = field(default_factory=list)
+    bytes_per_step: int = 0
+    number: int = 0
+
+    def step(self) -> None:
+        self.number += 1
+        self.run.step(batches(self.number, self.tokens, self.vocabulary))
+
+    def turn(self) -> None:
+        """Three steps back to back; the time of the last two, from one return to the next."""
+        self.step()
+        before = self.run.ssd_bytes
+        started = time.perf_counter()
+        self.step()
+        self.step()
+        self.seconds.append((time.perf_counter() - started) / 2)
+        self.bytes_per_step = (self.run.ssd_bytes - before) // 2
+        self.run.commit()  # what is left of the last step must not run into another case's turn
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def make_model(shape: str, folder: Path) -> int:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(max_position_embeddings=2048, tie_word_embeddings=False, **SHAPES[shape])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def drive_alone(layouts: Sequence[UnitLayout], directory: Path) -> float:
+    """Seconds to read and write what one step does, in a store of its own, with nothing else going on."""
+    records = records_of(layouts, gradients=False)
+    if not has_store(directory):
+        create_store([directory], records)
+    reads, writes = [], []
+    for layout in layouts:
+        for index, piece in enumerate(layout.pieces.pieces):
+            weights = (layout.weights_record(index), piece.weights_bytes)
+            state = (layout.state_record(index), piece.state_bytes)
+            reads += [weights, state] + ([weights] if layout.spec.kind == "block" else [])
+            writes += [weights, state]
+    with open_store([directory]) as store, open_arena(34 * (12 << 20)) as arena:
+        first = (store.committed_step or 0) + 1
+        if first == 1:  # both slots of every record are written once before anything is timed
+            for step in (1, 2):
+                store.begin(step)
+                _stream(store, arena, [], writes)
+                store.commit(step, {}).wait()
+            first = 3
+        store.begin(first)
+        started = time.perf_counter()
+        _stream(store, arena, reads, writes)
+        seconds = time.perf_counter() - started
+        store.commit(first, {}).wait()
+    return seconds
+
+
+def _stream(store: Store, arena: Arena, reads: list[tuple[str, int]], writes: list[tuple[str, int]]) -> None:
+    """Both streams at once, 16 requests of each under way."""
+
+    def run(start: Callable[[str, memoryview], Handle], records: list[tuple[str, int]]) -> None:
+        pending: deque[tuple[Handle, Slab]] = deque()
+        for name, size in records:
+            if len(pending) == 16:
+                handle, slab = pending.popleft()
+                handle.wait()
+            else:
+                slab = arena.lease(12 << 20)
+            pending.append((start(name, slab.padded[: round_up(size)]), slab))
+        for handle, slab in pending:
+            handle.wait()
+            slab.release()
+
+    # The records of one stream are written while the other reads them: the store orders each pair, so the writer
+    # starts in the middle of the list and the two never meet.
+    half = len(writes) // 2
+    writer = threading.Thread(target=run, args=(store.write, writes[half:] + writes[:half]))
+    writer.start()
+    run(store.read, reads)
+    writer.join()
+
+
+def checksum_rate() -> float:
+    """Bytes per second of the store's checksum on one core."""
+    data = memoryview(bytearray(64 << 20))
+    started = time.perf_counter()
+    for _ in range(8):
+        checksum(data)
+    return 8 * len(data) / (time.perf_counter() - started)
+
+
+def in_memory(folder: Path, directory: Path, tokens: int, vocabulary: int) -> dict[str, float]:
+    """What computing and updating take with everything in RAM, turn by turn."""
+    with open_run(
+        model=folder, ssd=[directory / f"ram-{tokens}"], host_memory="8GB", device="cpu", max_grad_norm=None,
+        commit_every=1000,
+    ) as run:  # fmt: skip
+        taken = []
+        for number in range(1, 4):
+            before = dict(run.busy_seconds)
+            run.step(batches(number, tokens, vocabulary))
+            run.drain()
+            taken.append({name: seconds - before.get(name, 0.0) for name, seconds in run.busy_seconds.items()})
+    return {name: min(one[name] for one in taken[1:]) for name in taken[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, help="where the stores go; a drive's, not RAM's")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, for trying the benchmark itself")
+    options = parser.parse_args()
+    shape = "8M" if options.quick else "60M"
+    vocabulary = int(SHAPES[shape]["vocab_size"])
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="lohan-bench-") as name, ExitStack() as owned:
+        measure(Path(name), shape, vocabulary, options.rounds, owned)
+
+
+def measure(directory: Path, shape: str, vocabulary: int, rounds: int, owned: ExitStack) -> None:
+    folder = directory / "model"
+    parameters = make_model(shape, folder)
+    host = "1GB"
+
+    def case(name: str, tokens: int, pace: float | None, **choices: Any) -> Case:
+        virtual = None
+        if pace is not None:
+            virtual = VirtualOptions(
+                flops_per_second=pace, to_gpu_bytes_per_second=LINK_BYTES_PER_SECOND,
+                to_host_bytes_per_second=LINK_BYTES_PER_SECOND, poison=False,
+            )  # fmt: skip
+        run = owned.enter_context(
+            open_run(
+                model=folder, ssd=[directory / name], host_memory=host, keep_nothing_in_memory=True, commit_every=1000,
+                versions=3, device="cpu" if pace is None else "virtual", virtual=virtual,
+                gpu_memory=None if pace is None else "4GB", learning_rate=1e-6, **choices,
+            )
+        )  # fmt: skip
+        made = Case(name, run, tokens, vocabulary)
+        made.step()  # the first step plans and faults its memory in
+        made.step()
+        run.commit()
+        print(f"  {name} is ready", flush=True)
+        return made
+
+    few = 32
+    probe = case("probe", few, None, max_grad_norm=None)
+    layouts = probe.run.layouts
+    flops = step_flops(probe.run, few)
+    drive = statistics.median(drive_alone(layouts, directory / "drive") for _ in range(3))
+    print(f"{parameters / 1e6:.1f}M parameters; the drive alone takes {drive:.2f} s for a step", flush=True)
+    paces = {"compute": flops / (3 * drive), "balanced": flops / drive, "ssd": flops / (drive / 3)}
+    never, always = 1e9, 1e-3  # a norm no gradient reaches, and one that all exceed
+    cases = {f"virtual {point}": case(f"v-{point}", few, pace, max_grad_norm=None) for point, pace in paces.items()}
+    balanced, slow = paces["balanced"], paces["compute"]
+    cases["separate stage"] = case("separate", few, balanced, max_grad_norm=None, strategy="separate-stage")
+    cases["compute, every step clips"] = case("v-compute-clip", few, slow, max_grad_norm=always)
+    cases["balanced, no step clips"] = case("v-balanced-free", few, balanced, max_grad_norm=never)
+    cases["balanced, every step clips"] = case("v-balanced-clip", few, balanced, max_grad_norm=always)
+    tokens = {"compute": 4096, "balanced": 512, "ssd": 64}
+    for point, count in tokens.items():
+        cases[f"cpu {point}"] = case(f"c-{point}", count, None, max_grad_norm=None)
+    alone: dict[str, list[float]] = {"drive": []}
+    for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", flush=True)
+        alone["drive"].append(drive_alone(layouts, directory / "drive"))
+        for one in cases.values():
+            one.turn()
+    for case_name, one in cases.items():
+        spread = (max(one.seconds) - min(one.seconds)) / one.median
+        print(f"{case_name:28} {one.median:7.3f} s   spread {spread:.0%}")
+    drive = statistics.median(alone["drive"])
+    bytes_per_step = cases["virtual balanced"].bytes_per_step
+    hashing = bytes_per_step / checksum_rate()
+    ram = {count: in_memory(folder, directory, count, vocabulary) for count in tokens.values()}
+    link = 2.0 * sum(layout.pieces.weights_bytes for layout in layouts) / LINK_BYTES_PER_SECOND
+    update = min(one["update"] for one in ram.values())
+    print(f"alone: drive {drive:.3f} s, update {update:.3f} s, checksums {hashing:.3f} s, a link {link:.3f} s")
+    over, cpu_over = {}, {}
+    for point, pace in paces.items():
+        limit = max(flops / pace, drive, update + hashing, link)
+        over[point] = cases[f"virtual {point}"].median / limit
+        print(f"virtual {point:9} step {cases[f'virtual {point}'].median:.3f} s   limit {limit:.3f} s")
+    for point, count in tokens.items():
+        cores = ram[count]["compute"] + ram[count]["update"] + hashing
+        limit = max(cores, drive)
+        cpu_over[point] = cases[f"cpu {point}"].median / limit
+        print(f"cpu {point:9} step {cases[f'cpu {point}'].median:.3f} s   cores {cores:.3f} s   drive {drive:.3f} s")
+    plain = {point: cases[f"virtual {point}"].median for point in paces}
+    result = {
+        "step_over_busiest_lane": {point: round(value, 3) for point, value in over.items()},
+        "cpu_step_over_limit": {point: round(value, 3) for point, value in cpu_over.items()},
+        "speedup_over_separate_stage": round(cases["separate stage"].median / plain["balanced"], 3),
+        "clip_cost": {
+            "compute_every_step": round(cases["compute, every step clips"].median / plain["compute"] - 1, 3),
+            "balanced_no_step": round(cases["balanced, no step clips"].median / plain["balanced"] - 1, 3),
+            "balanced_every_step": round(cases["balanced, every step clips"].median / plain["balanced"] - 1, 3),
+        },
+        "ssd_bytes_per_step": bytes_per_step,
+    }
+    print(json.dumps(result))
+
+
+def step_flops(run: Run, tokens: int) -> float:
+    """What the schedule counts for a step: the work that `virtual` paces."""
+    units = model_size(run.layouts, tied=False, tokens=tokens).units
+    return sum(unit.forward_flops * (3 if unit.kind == "head" else 4) for unit in units)
+
+
+if __name__ == "__main__":
+    main()

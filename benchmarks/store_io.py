@@ -3,11 +3,11 @@
     python benchmarks/store_io.py --directory DIR
 
 Times the store against the best plain O_DIRECT loop (threads that call preadv and pwritev; the best of nine
-shapes is found first) on the same drive. Store and loop take turns and who goes first alternates; both move the same
-amount through memory of the same size, on extents written before, and both end a write with fdatasync. Prints the
-median and spread of at least 5 rounds: read, write, and both at once; 1 and 3 directories; the given record size
-and larger ones; the cost of checksums; and what one slow drive does to the rest. The last line of output is JSON:
-its ratios, store / plain loop, are medians of each round's own ratio, for the given record size in 1 directory.
+shapes is found first). Store and loop take turns and who goes first alternates; both move the same bytes between the
+same extents, written before, and the same memory, and both end a write with fdatasync. Prints the median and spread
+of at least 5 rounds: read, write, and both at once; 1 and 3 directories; the given record size and larger ones; the
+cost of checksums; and what one slow drive does to the rest. The last line of output is JSON: its ratios, store /
+plain loop, are medians of each round's own ratio, for the given record size in 1 directory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from lohan.store import open_store as open_any_store
 from lohan.store.sealed import checksum
 
 MIB, GIB = 1 << 20, 1 << 30
-PLAIN_BYTES = 256 * MIB  # what the store's arena takes for records of 64 MiB, each way
+BLOCK = os.urandom(MIB)  # not zeros: some drives and filesystems store those for free
 KINDS = ("read", "write", "mixed")
 PLAIN_SHAPES = [(threads, mib * MIB) for threads in (1, 2, 4) for mib in (1, 4, 8)]
 
@@ -86,50 +87,67 @@ def together(*works: Callable[[], None]) -> None:
 
 
 class PlainLoop:
-    """Threads that move one already written file between the drive and memory.
+    """Threads that do what a store does, without the store: the same extents, the same memory, the same bytes.
 
-    The loop goes through all of `memory`, as the store goes through its arena, so both sides have the same work.
+    Where a file lies on the drive and which pages the memory has can make 10 % of difference, so the loop uses the
+    store's own files and arenas. The store stays whole: all of it is one block repeated, so writing it again from the
+    same arena changes nothing.
+
     `hot` is for comparison: each thread uses one small buffer over and over. That moves bytes to where nobody can
     use them, and is faster only where a processor copies them into its cache, as for a virtual disk.
     """
 
-    def __init__(self, path: Path, num_bytes: int, memory: memoryview):
-        self.num_bytes, self.memory = num_bytes, memory
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o644)
-        os.posix_fallocate(self.descriptor, 0, num_bytes)
-        self.run("write", 2, 4 * MIB)
+    def __init__(self, loop: StoreLoop):
+        self.loop = loop
+        self.descriptors = [os.open(drive.data_path, os.O_RDWR | os.O_DIRECT) for drive in loop.store.drives]
 
     def run(self, kind: str, num_threads: int, request_bytes: int, *, hot: bool = False) -> Run:
-        calls = {"read": [os.preadv], "write": [os.pwritev], "mixed": [os.preadv, os.pwritev]}[kind]
-        each = len(self.memory) // 2  # reads and writes have memory of their own, as the store's do
+        reads = (os.preadv, self.loop.incoming.memory, 0.0)
+        writes = (os.pwritev, self.loop.outgoing.memory, 0.5 if kind == "mixed" else 0.0)
+        streams = {"read": [reads], "write": [writes], "mixed": [reads, writes]}[kind]
         works: list[Callable[[], None]] = []
-        for number, call in enumerate(calls):
-            memory = self.memory[number * each : (number + 1) * each]
-            offsets = iter(range(0, self.num_bytes, request_bytes))
+        for call, memory, first in streams:
+            places = self._places(request_bytes, first)
             for thread in range(num_threads):
                 fixed = memory[thread * request_bytes : (thread + 1) * request_bytes] if hot else None
-                works.append(partial(self._work, call, offsets, request_bytes, memory, fixed))
+                works.append(partial(self._work, call, places, request_bytes, memory, fixed))
 
         def work() -> None:
             together(*works)
             if kind != "read":
-                os.fdatasync(self.descriptor)
+                for descriptor in self.descriptors:
+                    os.fdatasync(descriptor)
 
-        return timed(self.num_bytes * len(calls), work)
+        return timed(self.loop.num_bytes * len(streams), work)
+
+    def _places(self, request_bytes: int, first: float) -> Iterator[tuple[int, int, int, int]]:
+        """Descriptor, offset, size and number of each request, taking the drives in turn.
+
+        Slot 0, at the start of each file, is where the store works now. `first` says where in it to begin.
+        """
+        sizes = self.loop.store.layout.region_bytes
+        offsets = list(range(0, max(sizes), request_bytes))
+        begin = int(len(offsets) * first)
+        places = [
+            (descriptor, offset, min(request_bytes, size - offset))
+            for offset in (*offsets[begin:], *offsets[:begin])
+            for descriptor, size in zip(self.descriptors, sizes, strict=True)
+            if offset < size
+        ]
+        return iter([(*place, number) for number, place in enumerate(places)])
 
     def _work(
         self,
         call: Callable[[int, list[memoryview], int], int],
-        offsets: Iterator[int],
+        places: Iterator[tuple[int, int, int, int]],
         request_bytes: int,
         memory: memoryview,
         fixed: memoryview | None,
     ) -> None:
-        for offset in offsets:
-            wanted = min(request_bytes, self.num_bytes - offset)
-            start = offset % (len(memory) // request_bytes * request_bytes)
+        for descriptor, offset, wanted, number in places:
+            start = number % (len(memory) // request_bytes) * request_bytes
             buffer = memory[start : start + wanted] if fixed is None else fixed[:wanted]
-            if call(self.descriptor, [buffer], offset) != wanted:
+            if call(descriptor, [buffer], offset) != wanted:
                 raise OSError("the plain loop was cut short")
 
     def best_shapes(self, repeats: int) -> dict[str, tuple[int, int]]:
@@ -148,7 +166,8 @@ class PlainLoop:
         return best
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 # -- the store ----------------------------------------------------------------------------------------------------
@@ -244,10 +263,8 @@ def fresh_store(
 
 
 def fill(memory: memoryview) -> None:
-    """Not zeros: some drives and filesystems store those for free."""
-    block = os.urandom(MIB)
     for start in range(0, len(memory), MIB):
-        memory[start : start + MIB] = block[: len(memory) - start]
+        memory[start : start + MIB] = BLOCK
 
 
 # -- one slow drive -----------------------------------------------------------------------------------------------
@@ -336,7 +353,7 @@ def compare(
         ratios[kind] = [a.rate / b.rate for a, b in zip(ours, theirs, strict=True)]
         print(
             f"{label} {kind:5} | {spread([r.rate / 1e9 for r in ours])} | {spread([r.rate / 1e9 for r in theirs])} | "
-            f"{spread(ratios[kind])} | {statistics.median(r.cpu_per_gb for r in ours):.3f} | "
+            f"{spread(ratios[kind])} | {statistics.median(r.cpu_per_gb for r in ours):.3f}, "
             f"{statistics.median(r.cpu_per_gb for r in theirs):.3f}",
             flush=True,
         )
@@ -347,6 +364,12 @@ def compare(
 
 def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def print_hot(plain: PlainLoop, shapes: dict[str, tuple[int, int]], rounds: int) -> None:
+    for kind in KINDS:
+        rates = [plain.run(kind, *shapes[kind], hot=True).rate / 1e9 for _ in range(rounds)]
+        print(f"plain {kind:5} with one small buffer per thread: {spread(rates)} GB/s")
 
 
 def checksum_cost(root: Path, *, record_bytes: int, total_bytes: int, rounds: int) -> None:
@@ -384,29 +407,21 @@ def main() -> None:
     print(f"{options.record_mib} MiB records, {options.total_gib:g} GiB per run, {rounds} rounds")
     sizes = [record_bytes] if options.quick else sorted({record_bytes, 256 * MIB, GIB})
     first: Comparison | None = None
-    with (
-        tempfile.TemporaryDirectory(dir=options.directory, prefix="store_io.") as place,
-        open_arena(2 * PLAIN_BYTES) as arena,
-    ):
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="store_io.") as place:
         root = Path(place)
-        fill(arena.memory)
-        plain = PlainLoop(root / "plain", total_bytes // MIB * MIB, arena.memory)
-        shapes = plain.best_shapes(1 if options.quick else 3)
-        print("\ndirectories x record, kind | store GB/s | plain GB/s | ratio | store CPU s/GB | plain CPU s/GB")
-        for size in sizes:
-            for num_directories in (1,) if options.quick else (1, 3):
-                with fresh_store(
-                    root, record_bytes=size, total_bytes=total_bytes, num_directories=num_directories
-                ) as loop:
-                    label = f"{num_directories} x {size // MIB:4} MiB"
-                    result = compare(loop, plain, shapes, rounds, label)
-                    if num_directories == 1 and size == record_bytes:
-                        first = result
-        hot = {kind: [plain.run(kind, *shapes[kind], hot=True).rate / 1e9 for _ in range(rounds)] for kind in KINDS}
-        print(
-            "\nPlain loop with one small buffer per thread, GB/s:", *(f"{kind} {spread(hot[kind])}" for kind in KINDS)
-        )
-        plain.close()
+        shapes: dict[str, tuple[int, int]] = {}
+        for size, num_directories in product(sizes, (1,) if options.quick else (1, 3)):
+            with (
+                fresh_store(root, record_bytes=size, total_bytes=total_bytes, num_directories=num_directories) as loop,
+                closing(PlainLoop(loop)) as plain,
+            ):
+                if not shapes:
+                    shapes = plain.best_shapes(1 if options.quick else 5)
+                    print_hot(plain, shapes, rounds)
+                    print("\ndirectories x record, kind | store GB/s | plain GB/s | ratio | store, plain CPU s/GB")
+                result = compare(loop, plain, shapes, rounds, f"{num_directories} x {size // MIB:4} MiB")
+                if num_directories == 1 and size == record_bytes:
+                    first = result
         if not options.quick:
             checksum_cost(root, record_bytes=record_bytes, total_bytes=total_bytes, rounds=rounds)
             slow_drive(root, record_bytes=record_bytes, total_bytes=total_bytes // 2, rounds=rounds)

@@ -91,7 +91,7 @@ def build_model(
 @contextmanager
 def without_caches(module: nn.Module) -> Iterator[None]:
     """What keeps tensors of blocks for later, off while the run is open: key-value caches and hidden states."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     saved = [
         (part, name, getattr(part, name))

@@ -35,7 +35,8 @@ def map_memory(num_bytes: int, *, touch: bool = True) -> mmap.mmap:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if touch:
         # Small pages lie scattered, and a drive takes only so many pieces in one request (254 is common): 4 MiB of
-        # them become five requests, of large pages one.
+        # them become five requests, of large pages one. Reads are half as fast again and cost a fifth of the CPU time:
+        # benchmarks/results/2026-11-16_store_io.md.
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except (AttributeError, OSError):

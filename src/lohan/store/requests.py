@@ -23,7 +23,7 @@ from lohan.store.transfer import EndOfFile, describe, read_fully, write_fully
 from lohan.store.versions import Slots, Versions
 
 REQUEST_BYTES = 4 << 20
-"""Larger requests are no faster and smaller ones cost more: benchmarks/results."""
+"""Larger requests are no faster and smaller ones cost more CPU: benchmarks/results/2026-11-16_store_io.md."""
 
 
 @dataclass(frozen=True, slots=True)

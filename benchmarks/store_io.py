@@ -89,12 +89,12 @@ def together(*works: Callable[[], None]) -> None:
 class PlainLoop:
     """Threads that do what a store does, without the store: the same extents, the same memory, the same bytes.
 
-    Where a file lies on the drive and which pages the memory has can make 10 % of difference, so the loop uses the
-    store's own files and arenas. The store stays whole: all of it is one block repeated, so writing it again from the
+    Where a file lies on the drive can make 10 % of difference (benchmarks/results/2026-11-16_store_io.md), so the loop
+    uses the store's own files and arenas. The store stays whole: all of it is one block repeated, so writing it again from the
     same arena changes nothing.
 
-    `hot` is for comparison: each thread uses one small buffer over and over. That moves bytes to where nobody can
-    use them, and is faster only where a processor copies them into its cache, as for a virtual disk.
+    `hot` is for comparison: each thread uses one small buffer over and over. No reader of records can work so, but on
+    a virtual disk it was the fastest loop of all.
     """
 
     def __init__(self, loop: StoreLoop):

@@ -90,8 +90,8 @@ class PlainLoop:
     """Threads that do what a store does, without the store: the same extents, the same memory, the same bytes.
 
     Where a file lies on the drive can make 10 % of difference (benchmarks/results/2026-11-16_store_io.md), so the loop
-    uses the store's own files and arenas. The store stays whole: all of it is one block repeated, so writing it again from the
-    same arena changes nothing.
+    uses the store's own files and arenas. The store stays whole: all of it is one block repeated, so writing it again
+    from the same arena changes nothing.
 
     `hot` is for comparison: each thread uses one small buffer over and over. No reader of records can work so, but on
     a virtual disk it was the fastest loop of all.

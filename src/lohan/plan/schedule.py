@@ -331,7 +331,9 @@ class Scheduler:
                 before.append(Key(step, "clip"))
             if plan.gradients_on_ssd:
                 gradient = Key(step, "read_gradient", unit, -1, phase)
-                self._add(gradient, [Key(step, "spill", unit), *extra], num_bytes=self._bytes(unit))
+                # A rollback leaves gradients alone, so their reading need not wait for it.
+                waits = [Key(step, "spill", unit), *(extra if phase == "s" else ())]
+                self._add(gradient, waits, num_bytes=self._bytes(unit))
                 before.append(gradient)
             else:
                 gradient = self._gradient[unit]

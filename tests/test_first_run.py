@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from lohan import first_run
+import lohan
+from lohan import first_run, first_training
 from lohan.errors import ConfigError, LohanError, StoreLocked
 from lohan.store import Files, create_store, open_arena, open_store
 from lohan.store.report import describe_store, verify_directories
@@ -16,20 +19,28 @@ SIZE = 8 << 20
 
 
 def test_the_whole_first_run(tmp_path, capsys):
-    first_run.run(tmp_path / "own", SIZE, keep=False)
-    out = capsys.readouterr().out
-    for words in ("step 3 is whole", "to the bit", "a writer died after", "lohan doctor", "B/s"):
+    first_run.run(tmp_path / "own", SIZE, keep=False, steps=3)
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("step 3 is whole", "a writer died after", "B/s", "loss 5.", "tokens/s", "of 256 sorted right"):
         assert words in out
+    assert "every weight is the trained one, to the bit" in out
+    assert "lohan doctor" in out
     assert not (tmp_path / "own").exists()
 
 
 def test_it_can_be_kept_looked_at_and_repeated(tmp_path, capsys):
     for _ in range(2):
-        first_run.run(tmp_path / "own", SIZE, keep=True)
+        first_run.run(tmp_path / "own", SIZE, keep=True, steps=1)
         drives = [tmp_path / "own" / name for name in first_run.DRIVE_NAMES]
         assert describe_store(drives)["committed_step"] == 3
         assert verify_directories(drives)["problems"] == []
     json.dumps(describe_store(drives))
+    training = tmp_path / "own" / first_run.TRAINING_NAME
+    assert describe_store([training / "ssd"])["committed_step"] == 1
+    assert json.loads((training / "trace.json").read_text())["traceEvents"]
+    lohan.export_run(training / "ssd", training / "again")
+    first, again = (load_file(training / name / "model.safetensors") for name in ("export", "again"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
     assert f"store verify {drives[0]} {drives[1]}" in capsys.readouterr().out.replace("\n", "")
 
 
@@ -119,3 +130,20 @@ def test_the_rate_counts_overlapping_requests_once():
     busy("read", 1, "r", 100, 1.5, 3.0)
     busy("read", 0, "r", 100, 10.0, 11.0)
     assert busy.rate("read") == pytest.approx(300 / 3)
+
+
+def test_the_questions_are_the_same_every_time_and_none_is_in_the_test():
+    first, again = (first_training.micro_batches(3) for _ in range(2))
+    assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(first, again, strict=True))
+    trained = {tuple(row) for step in range(1, 4) for row in first_training.questions(2 * step, 32)[0].tolist()}
+    held_out = {tuple(row) for row in first_training.questions(2 * first_training._HELD_OUT, 32)[0].tolist()}
+    assert trained.isdisjoint(held_out)
+
+
+def test_an_export_that_is_not_what_was_trained_is_noticed(tmp_path):
+    first_training.make_model(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert first_training.open_export(tmp_path / "model", stored)
+    stored["lm_head.weight"] = stored["lm_head.weight"] + 1
+    with pytest.raises(LohanError, match=r"lm_head.weight is not what was trained"):
+        first_training.open_export(tmp_path / "model", stored)

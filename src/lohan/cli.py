@@ -80,10 +80,12 @@ def first_run(
     directory: Annotated[Path, typer.Option(help="Where to work; a folder of its own is made.")] = Path(
         "lohan-first-run"
     ),
-    size: Annotated[str, typer.Option(help="How much data to move. It takes twice as much disk space.")] = "512MiB",
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the store there to look at.")] = False,
+    size: Annotated[
+        str, typer.Option(help="How much data the store gets. It takes twice as much disk space.")
+    ] = "128MiB",
+    keep: Annotated[bool, typer.Option("--keep", help="Leave everything there to look at.")] = False,
 ) -> None:
-    """See it work in about ten seconds: a store is written, killed in mid-step, and read back to the bit."""
+    """See it work in about a minute: a store survives a kill, and a small model is trained from SSD and exported."""
     from lohan.first_run import run
     from lohan.sizes import parse_size
 

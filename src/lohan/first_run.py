@@ -1,8 +1,9 @@
-"""The first run: a store round trip anyone can watch, with nothing to download and nothing to configure.
+"""The first run: what lohan does, for anyone to watch, with nothing to download and nothing to configure.
 
-Records of unlike sizes are written over two directories through a staging arena, committed, and read back to
-the bit. Then a second process starts the next step and is killed in the middle of it, and the committed step
-must still be there, to the bit. Works in a folder of its own and touches nothing else.
+First a store round trip: records of unlike sizes are written over two directories through a staging arena, committed,
+and read back to the bit; then a second process starts the next step and is killed in the middle of it, and the
+committed step must still be there. Then a training with weights and state on SSD (first_training.py). Works in a
+folder of its own and touches nothing else.
 
     python -m lohan.first_run DIR_A DIR_B      the writer that gets killed; not for people
 """
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +34,12 @@ from lohan.errors import ConfigError, LohanError, StoreLocked
 from lohan.sizes import format_bytes
 from lohan.store import Arena, Files, Handle, RecordSpec, Slab, Store, create_store, open_arena, open_store, round_up
 
+if TYPE_CHECKING:
+    from lohan.first_training import Training
+
 MARK_NAME = ".lohan-first-run"
 DRIVE_NAMES = ("drive-a", "drive-b")
+TRAINING_NAME = "training"
 MIN_BYTES = 8 << 20
 _IN_FLIGHT = 4
 # The first steps fill both versions, so that the last one is timed on places written before, like any real step.
@@ -172,7 +178,7 @@ def _in_flight(
 
 @contextmanager
 def own_folder(folder: Path, *, keep: bool) -> Iterator[list[Path]]:
-    """Two empty drive directories in a folder of our own, removed at the end unless `keep`.
+    """Two empty drive directories, and one for training, in a folder of our own; removed at the end unless `keep`.
 
     A folder that was not made by a first run is refused, and only what a first run makes is ever removed.
     """
@@ -188,26 +194,27 @@ def own_folder(folder: Path, *, keep: bool) -> Iterator[list[Path]]:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be used: {error.strerror}. Give another folder with --directory.") from None
     drives = [folder / name for name in DRIVE_NAMES]
+    own = [*drives, folder / TRAINING_NAME]
     try:
-        _remove(drives)
-        for drive in drives:
-            drive.mkdir()
+        _remove(own)
+        for made in own:
+            made.mkdir()
         yield drives
     finally:
         if not keep:
-            _remove(drives)
+            _remove(own)
             (folder / MARK_NAME).unlink(missing_ok=True)
             if not any(folder.iterdir()):
                 folder.rmdir()
         Files().close(lock)
 
 
-def _remove(drives: Sequence[Path]) -> None:
-    for drive in drives:
-        if drive.is_symlink():
-            drive.unlink()
-        elif drive.exists():
-            shutil.rmtree(drive)
+def _remove(own: Sequence[Path]) -> None:
+    for path in own:
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
 
 
 def kill_a_writer(drives: Sequence[Path]) -> int:
@@ -252,7 +259,7 @@ def _arena_bytes(records: Sequence[RecordSpec]) -> int:
 
 
 def round_trip(drives: Sequence[Path], num_bytes: int, say: Callable[[str], None]) -> Summary:
-    """Everything the first run does, in two empty directories."""
+    """What the first run does with a store, in two empty directories."""
     started = time.perf_counter()
     records = make_records(num_bytes)
     arena_bytes = _arena_bytes(records)
@@ -295,23 +302,50 @@ def round_trip(drives: Sequence[Path], num_bytes: int, say: Callable[[str], None
     )
 
 
-def run(folder: Path, num_bytes: int, *, keep: bool) -> None:
-    """`lohan first-run`."""
+def run(folder: Path, num_bytes: int, *, keep: bool, steps: int | None = None) -> None:
+    """`lohan first-run`. `steps` of training, if not the usual number."""
     if num_bytes < MIN_BYTES:
         raise ConfigError(f"--size is {format_bytes(num_bytes)}; give at least {format_bytes(MIN_BYTES)}, like 8MiB.")
     console = Console()
     with own_folder(folder, keep=keep) as drives:
+        console.print("[bold]A store on SSD[/]", highlight=False)
         with console.status("") as status:
             summary = round_trip(drives, num_bytes, lambda text: status.update(text))
-    _print(console, summary)
-    _print_next(console, [folder / name for name in DRIVE_NAMES] if keep else None)
+        _print_rows(console, _store_rows(summary))
+        console.print("\n[bold]Training from SSD[/]", highlight=False)
+        with console.status("Loading torch and transformers") as status:
+            from lohan.first_training import STEPS, train
+
+            training = train(
+                folder / TRAINING_NAME,
+                lambda text: status.update(text),
+                lambda step, total, loss: _show_loss(console, status.update, step, total, loss),
+                steps=STEPS if steps is None else steps,
+            )
+        _print_rows(console, _training_rows(training))
+    console.print(f"\n[bold green]lohan works here[/] ({summary.seconds + training.seconds:.0f} s)", highlight=False)
+    _print_next(console, folder if keep else None)
 
 
-def _print(console: Console, summary: Summary) -> None:
-    how = "direct I/O" if summary.direct else "buffered: the filesystem refuses direct I/O"
+def _show_loss(console: Console, update: Callable[[str], None], step: int, total: int, loss: float) -> None:
+    """A line for every tenth of the way, and on a terminal the step in between."""
+    bar = "\u2588" * min(max(1, round(8 * loss)), 48)  # a guess among 259 tokens has a loss of 5.6
+    if step == 1 or step == total or step % max(1, total // 10) == 0:
+        console.print(f"    step {step:3d}  loss {loss:5.3f}  [cyan]{bar}[/]", highlight=False)
+    update(f"Training: step {step} of {total}, loss {loss:.3f}")
+
+
+def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, value in rows:
+        table.add_row(f"[green]ok[/]  [bold]{name}[/]", value)
+    console.print(table, highlight=False)
+
+
+def _store_rows(summary: Summary) -> list[tuple[str, str]]:
+    how = "direct I/O" if summary.direct else "buffered: the filesystem refuses direct I/O"
     size = format_bytes(summary.record_bytes)
-    rows = [
+    return [
         ("store", f"{size} in {summary.num_records} records over 2 directories, 2 versions"),
         ("staging", f"{format_bytes(summary.arena_bytes)} of RAM, {_IN_FLIGHT} records under way at once"),
         ("write", f"{format_bytes(summary.write_rate)}/s with checksums ({how})"),
@@ -322,13 +356,26 @@ def _print(console: Console, summary: Summary) -> None:
         ),
         ("reopened", f"step {summary.step} is whole: all {size} match, to the bit"),
     ]
-    for name, value in rows:
-        table.add_row(f"[green]ok[/]  [bold]{name}[/]", value)
-    console.print(f"[bold]lohan works here[/] ({summary.seconds:.1f} s)\n", highlight=False)
-    console.print(table, highlight=False)
 
 
-def _print_next(console: Console, kept: list[Path] | None) -> None:
+def _training_rows(training: Training) -> list[tuple[str, str]]:
+    resting = format_bytes(training.resting_rss_bytes)
+    beyond = format_bytes(training.peak_rss_bytes - training.resting_rss_bytes)
+    return [
+        ("model", f"Llama of {training.num_parameters / 1e6:.1f} million parameters, learns to sort digits"),
+        ("training", f"{training.steps} steps, {training.tokens_per_second:,.0f} tokens/s on the CPU"),
+        ("SSD", f"{format_bytes(training.ssd_bytes_per_step)} per step: no weight and no state stayed in memory"),
+        ("memory", f"{beyond} at most, on top of the {resting} of Python, torch and transformers"),
+        ("held out", f"loss {training.loss_before:.3f} before, {training.loss_after:.3f} after"),
+        ("export", "opened with transformers: every weight is the trained one, to the bit"),
+        (
+            "new digits",
+            f"{training.num_solved} of {training.num_asked} sorted right: {training.question} -> {training.answer}",
+        ),
+    ]
+
+
+def _print_next(console: Console, kept: Path | None) -> None:
     console.print("\n[bold]Next[/]", highlight=False)
     # `make first-run` calls the command in .venv, where a new user's shell would not find it.
     here = sys.argv[0]
@@ -339,10 +386,17 @@ def _print_next(console: Console, kept: list[Path] | None) -> None:
         (f"{lohan} first-run --directory /path/on/ssd/first --size 4GiB", "the same on that drive"),
     ]
     if kept:
-        directories = " ".join(map(str, kept))
-        commands = [(f"{lohan} store info {directories}", ""), (f"{lohan} store verify {directories}", ""), *commands]
+        directories = " ".join(str(kept / name) for name in DRIVE_NAMES)
+        training = kept / TRAINING_NAME
+        commands = [
+            (f"{lohan} store info {directories}", ""),
+            (f"{lohan} store verify {directories}", ""),
+            (f"{lohan} export {training / 'ssd'} {training / 'again'}", ""),
+            (str(training / "trace.json"), "the last step: open it at https://ui.perfetto.dev"),
+            *commands,
+        ]
     else:
-        commands.append((f"{lohan} first-run --keep", "leaves the store there to look at"))
+        commands.append((f"{lohan} first-run --keep", "leaves store, run, export and trace there to look at"))
     for command, why in commands:
         reason = f"  [dim]# {escape(why)}[/]" if why else ""
         console.print(f"  {escape(command)}{reason}", highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ memory, and the host only holds block inputs.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -19,12 +20,32 @@ from lohan.plan.fit import HostBudget
 
 # Python objects, thread stacks, the allocator's own slack, libraries that are loaded with the first operator.
 _OVERHEAD_BYTES = 48 << 20
-# What the C library keeps of freed memory: blocks below 32 MiB go back to its own lists, not to the system.
+# What the C library keeps of freed memory all the same (see bound_allocator).
 _ALLOCATOR_SLACK = 1.2
 # Copies of the logits alive at once in loss and backward: logits, their fp32 form, log-softmax, its gradient.
 _LOGITS_COPIES = 4
 # What a block keeps for its backward, in multiples of its matmuls' inputs and outputs.
 _BLOCK_COPIES = 2
+
+
+# mallopt()'s names for what is set below, from glibc's malloc.h.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_RETURNED_BYTES = 16 << 20
+
+
+def bound_allocator() -> None:
+    """Keep the C library from hoarding freed memory, for the whole process.
+
+    By default glibc keeps freed blocks of up to 32 MiB, in a heap per thread: a gigabyte after two steps of a 1B model.
+    From here on every block of 16 MiB or more (gradients, logits) goes back to the system when it is freed, and two
+    heaps are shared by all threads. Where the C library is another one, nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
+    mallopt(_M_ARENA_MAX, 2)
 
 
 def host_budget(

@@ -29,7 +29,7 @@ from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
 from lohan.engine.export import Progress, export_store
 from lohan.engine.layout import UnitLayout, model_size
-from lohan.engine.memory import host_budget
+from lohan.engine.memory import bound_allocator, host_budget
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
 from lohan.engine.trace import Trace
@@ -462,6 +462,7 @@ def open_run(
         commit_every=commit_every, strategy=strategy, left_units=left_units, keep_nothing=keep_nothing_in_memory,
     )  # fmt: skip
     recorded = Trace(None if trace is None else Path(trace))
+    bound_allocator()
     with ExitStack() as owned:
         opened = owned.enter_context(open_device(device, memory_bytes=gpu_bytes, options=virtual))
         built = build_model(

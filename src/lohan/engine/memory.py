@@ -21,7 +21,7 @@ from lohan.plan.fit import HostBudget
 # Python objects, thread stacks, the allocator's own slack, libraries that are loaded with the first operator.
 _OVERHEAD_BYTES = 48 << 20
 # What the C library keeps of freed memory all the same (see bound_allocator).
-_ALLOCATOR_SLACK = 1.2
+_ALLOCATOR_SLACK = 1.3
 # Copies of the logits alive at once in loss and backward: logits, their fp32 form, log-softmax, its gradient.
 _LOGITS_COPIES = 4
 # What a block keeps for its backward, in multiples of its matmuls' inputs and outputs.

@@ -18,39 +18,39 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-COLOURS = {
-    "forward": "#4C78A8",
-    "backward": "#1F3D63",
-    "update": "#E8871E",
-    "norm": "#F6C177",
-    "clip": "#B5532A",
-    "read_weights": "#6BB392",
-    "read_state": "#2E7D5B",
-    "read_gradient": "#A8D5BA",
-    "write": "#B0486B",
-    "spill": "#E3A0B6",
-    "commit": "#5B1631",
-    "to_gpu": "#8E7CC3",
-    "input_in": "#C9BFE8",
-    "gradient": "#7A5195",
-    "input_out": "#B79ECF",
-    "read": "#2E7D5B",
+# Kind of work: colour, and what the legend calls it.
+KINDS = {
+    "forward": ("#5B8CC2", "forward"),
+    "backward": ("#1F3D63", "recompute and backward"),
+    "to_gpu": ("#8E7CC3", "weights to device"),
+    "input_in": ("#C9BFE8", "block inputs to device"),
+    "gradient": ("#7A5195", "gradient to host"),
+    "input_out": ("#C3A6DB", "block inputs to host"),
+    "update": ("#E8871E", "update (AdamW)"),
+    "norm": ("#F6C177", "gradient norm"),
+    "read weights": ("#7CC3A2", "read weights"),
+    "read state": ("#2E7D5B", "read state"),
+    "read gradient": ("#B8D86B", "read held gradient"),
+    "write weights": ("#DE8FA8", "write weights"),
+    "write state": ("#A83A62", "write state"),
+    "write gradient": ("#F2C4D0", "hold gradient on SSD"),
 }
-NAMES = {
-    "forward": "forward", "backward": "recompute and backward", "update": "update (AdamW)", "norm": "gradient norm",
-    "read_weights": "read weights", "read_state": "read state", "write": "write weights and state",
-    "to_gpu": "weights to device", "input_in": "block inputs to device", "gradient": "gradient to host",
-    "input_out": "block inputs to host", "read_gradient": "read held gradient", "spill": "hold gradient on SSD",
-    "commit": "commit", "read": "requests to the drive: read", "clip": "clip",
-}  # fmt: skip
-LANES = {
-    "gpu": "compute", "to_gpu": "to device", "to_host": "to host", "ssd_read": "SSD read", "ssd_write": "SSD write",
-    "cpu_update": "CPU update",
-}  # fmt: skip
+LANES = {"gpu": "compute", "to_gpu": "to device", "to_host": "to host", "cpu_update": "CPU update"}
+# What a lane that only issues I/O calls its time includes waiting for memory; the drives' own rows show the truth.
+LEFT_OUT = ("ssd_read", "ssd_write")
+
+
+def kind_of(row: str, span: dict[str, Any]) -> str:
+    """The kind of work of a span; for a request to a drive by the name of its record."""
+    kind: str = span["cat"]
+    if row in LANES:
+        return "norm" if kind == "clip" else kind
+    what = next((part for part in ("weights", "state", "gradient") if f"/{part}" in span["name"]), "")
+    return f"{kind} {what}"
 
 
 def rows_of(trace: dict[str, Any]) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
-    """The spans of each row, and the steps. Tracks of one lane are one row: what overlaps is drawn translucent."""
+    """The spans of each row, and the steps. Tracks of one lane or drive share a row, one above the other."""
     threads = {
         (e["pid"], e["tid"]): e["args"]["name"].split(" (")[0]
         for e in trace["traceEvents"]
@@ -61,7 +61,8 @@ def rows_of(trace: dict[str, Any]) -> tuple[dict[str, list[dict[str, Any]]], lis
         if event["ph"] == "X":
             rows.setdefault(threads[event["pid"], event["tid"]], []).append(event)
     steps = rows.pop("step", [])
-    order = [name for name in LANES if name in rows] + sorted(name for name in rows if name not in LANES)
+    drives = sorted(name for name in rows if name not in LANES and name not in LEFT_OUT)
+    order = [name for name in LANES if name in rows] + drives
     return {name: rows[name] for name in order}, steps
 
 
@@ -77,18 +78,16 @@ def draw(trace: dict[str, Any], out: Path, title: str) -> None:
     end = max(step["ts"] + step["dur"] for step in steps)
     figure, axes = pyplot.subplots(figsize=(13, 0.62 * len(rows) + 1.9), dpi=150)
     figure.patch.set_facecolor("white")
-    used: dict[str, str] = {}
+    used: set[str] = set()
     for position, (name, spans) in enumerate(rows.items()):
-        lane = name in LANES
         axes.axhspan(position - 0.42, position + 0.42, color="#F4F5F7", zorder=0)
-        # A lane that only issues I/O has many operations under way at once: thin rows for each of its tracks.
+        # A drive serves several requests at once: a thin row for each of its tracks.
         tracks = sorted({span["tid"] for span in spans})
         height = 0.76 / len(tracks)
         for span in spans:
-            kind = span["cat"]
-            colour = COLOURS.get(kind, "#999999")
-            if lane:
-                used[kind] = colour
+            kind = kind_of(name, span)
+            used.add(kind)
+            colour = KINDS[kind][0] if kind in KINDS else "#999999"
             top = position - 0.38 + tracks.index(span["tid"]) * height
             left, width = (span["ts"] - zero) / 1e3, span["dur"] / 1e3
             axes.broken_barh(
@@ -109,10 +108,10 @@ def draw(trace: dict[str, Any], out: Path, title: str) -> None:
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.set_title(title, loc="left", fontsize=13, color="#222222", pad=12)
-    order = [kind for kind in COLOURS if kind in used]
+    shown = [(Patch(facecolor=colour), name) for kind, (colour, name) in KINDS.items() if kind in used]
     axes.legend(
-        [Patch(facecolor=used[kind]) for kind in order], [NAMES.get(kind, kind) for kind in order], loc="upper center",
-        bbox_to_anchor=(0.5, -0.75 / len(rows)), ncols=5, frameon=False, fontsize=9, handlelength=1.2,
+        [patch for patch, _ in shown], [name for _, name in shown], loc="upper center",
+        bbox_to_anchor=(0.5, -0.75 / len(rows)), ncols=6, frameon=False, fontsize=9, handlelength=1.2,
     )  # fmt: skip
     figure.savefig(out, bbox_inches="tight", facecolor="white")
 
@@ -137,7 +136,7 @@ def demo(directory: Path) -> dict[str, Any]:
         with lohan.open_run(
             model=place / "model", ssd=place / "run", host_memory="700MB", gpu_memory="1500MB", device="virtual",
             virtual=lohan.VirtualOptions(
-                flops_per_second=1.5e10, to_gpu_bytes_per_second=2e8, to_host_bytes_per_second=2e8, poison=False
+                flops_per_second=2.5e10, to_gpu_bytes_per_second=2e8, to_host_bytes_per_second=2e8, poison=False
             ),
             keep_nothing_in_memory=True, learning_rate=1e-3, max_grad_norm=None,
         ) as run:  # fmt: skip
@@ -156,7 +155,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--demo", type=Path, metavar="DIRECTORY")
     parser.add_argument("--save-trace", type=Path)
-    parser.add_argument("--title", default="One training step")
+    parser.add_argument("--title", default="One training step (numbers: units)")
     arguments = parser.parse_args()
     if arguments.demo is None and arguments.trace is None:
         parser.error("name a trace, or --demo DIRECTORY")

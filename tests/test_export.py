@@ -212,7 +212,7 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
 
 def test_a_run_that_is_open_cannot_be_exported_from_outside(tmp_path: Path) -> None:
     source = tiny_model_folder("llama", tmp_path / "source")
-    with training(tmp_path, source), pytest.raises(StoreLocked, match="already open"):
+    with training(tmp_path, source), pytest.raises(StoreLocked, match="An export needs the run to itself"):
         lohan.export_run(tmp_path / "a", tmp_path / "out")
 
 

@@ -22,7 +22,9 @@ def test_importing_lohan_loads_neither_torch_nor_numpy():
     assert not {"torch", "numpy", "typer", "rich"} & loaded_after("import lohan")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor", "--help"], ["store", "info", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["doctor", "--help"], ["store", "info", "--help"], ["export", "--help"]]
+)
 def test_asking_the_command_line_for_help_loads_neither_torch_nor_numpy(arguments):
     code = f"""
 import sys
@@ -38,3 +40,18 @@ except SystemExit as end:
 
 def test_the_store_knows_no_torch():
     assert "torch" not in loaded_after("import lohan.store, lohan.store.report, lohan.first_run")
+
+
+def test_what_needs_torch_comes_when_it_is_asked_for():
+    code = """
+import sys, lohan
+assert "open_run" in dir(lohan) and "torch" not in sys.modules
+from lohan import Run, Settings, StepResult, VirtualOptions, export_run, open_run
+assert lohan.models.load.__module__ == "lohan.engine.create" and lohan.errors.LohanError
+assert not hasattr(lohan, "nothing") and not hasattr(lohan.models, "nothing")
+"""
+    assert "torch" in loaded_after(code)
+
+
+def test_a_trace_can_be_made_without_torch():
+    assert "torch" not in loaded_after("import lohan.engine.trace")

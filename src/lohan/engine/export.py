@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from lohan.engine.layout import UnitLayout
 from lohan.engine.run_folder import RunFolder, read_run_folder, wire_dtype
 from lohan.engine.settings import Settings, dtype_of
-from lohan.errors import ConfigError, ModelError, StoreMissing
+from lohan.errors import ConfigError, ModelError, StoreLocked, StoreMissing
 from lohan.models.export import ExportTensor, Reader, export_folder
 from lohan.optim import Updater
 from lohan.plan.pieces import Chunk
@@ -50,7 +51,14 @@ def export_run(
     """
     folder = read_run_folder(Path(run))
     directories = [Path(directory) for directory in ssd] or _directories(folder)
-    with open_store(directories) as store:
+    with ExitStack() as owned:
+        try:
+            store = owned.enter_context(open_store(directories))
+        except StoreLocked as error:
+            raise StoreLocked(
+                f"{error} An export needs the run to itself: training goes on to write over what is being read. Inside "
+                "the training script, use run.export()."
+            ) from None
         if store.name != folder.info.store:
             raise ConfigError(
                 f"{directories[0]} holds another store than the run in {run} ({store.name[:8]} and "

@@ -23,6 +23,7 @@ from lohan.engine.cut import Input
 from lohan.engine.devices.base import Device
 from lohan.engine.lanes import Lanes, Task
 from lohan.engine.layout import UnitLayout
+from lohan.engine.memory import Relief
 from lohan.engine.pools import HostBuffer, Pool, as_tensor
 from lohan.errors import NonFinite, PlanInfeasible
 from lohan.optim.clipping import GradNorm
@@ -86,11 +87,13 @@ class Engine:
         plan: Plan,
         parameter_order: Sequence[str],
         weight_decay: Callable[[str, tuple[int, ...]], float],
+        relief: Relief | None = None,
     ):
         self.compute, self.device, self.store, self.updater = compute, device, store, updater
         self.layouts, self.plan, self.model = layouts, plan, model
         self._order = parameter_order
         self._weight_decay = weight_decay
+        self._relief = relief
         self.busy_seconds = {"compute": 0.0, "update": 0.0}
         self._steps: dict[int, StepState] = {}
         self._tasks: dict[Key, Task] = {}
@@ -260,6 +263,8 @@ class Engine:
         if buffer is not None:
             self._gradient_made(op.key.step, unit, buffer)
         self._free_weights(op, "f", unit)
+        if self._relief is not None:
+            self._relief.relieve()
         if unit == head:
             self._free_weights(op, "h", 0)
 
@@ -274,6 +279,8 @@ class Engine:
             self._gradient_made(op.key.step, unit, buffer)
         self._free_weights(op, "b", unit)
         self._free_inputs(unit)
+        if self._relief is not None:
+            self._relief.relieve()
 
     def _gradient_buffer(self, unit: int) -> HostBuffer | _DeviceBuffer | None:
         """Where a unit's gradient is cast to: device memory, or on `cpu` the slab it stays in."""

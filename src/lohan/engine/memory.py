@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -46,6 +47,37 @@ def bound_allocator() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
     mallopt(_M_ARENA_MAX, 2)
+
+
+class Relief:
+    """Gives freed memory back to the system when the process comes near its budget.
+
+    Freed blocks below 16 MiB lie between block inputs that are kept for backward, so the heap's holes grow with depth:
+    0.5 GB at 100M parameters and 1024 tokens. Trimming costs about a millisecond and the page faults of what is used
+    again, so it is done only where the next unit might not fit otherwise.
+    """
+
+    def __init__(self, limit_bytes: int):
+        self._limit = limit_bytes
+        self._trim: Callable[[int], int] | None = None
+        try:
+            self._trim = ctypes.CDLL(None).malloc_trim
+        except (AttributeError, OSError):
+            pass  # another C library, which keeps less
+
+    def relieve(self) -> None:
+        """Between two units."""
+        if self._trim is not None and resident_bytes() > self._limit:
+            self._trim(0)
+
+
+def resident_bytes() -> int:
+    """What the process holds in memory now; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def host_budget(

@@ -29,14 +29,14 @@ from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
 from lohan.engine.export import Progress, export_store
 from lohan.engine.layout import UnitLayout, model_size
-from lohan.engine.memory import bound_allocator, host_budget
+from lohan.engine.memory import Relief, bound_allocator, host_budget, resident_bytes
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
 from lohan.engine.trace import Trace
 from lohan.errors import ConfigError, LohanError
 from lohan.models.units import Units
 from lohan.optim import LossScale, Updater
-from lohan.plan.fit import Wishes, fit_plan, staging_bytes
+from lohan.plan.fit import HostBudget, Wishes, fit_plan, staging_bytes
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import Plan
 from lohan.plan.schedule import Key
@@ -88,6 +88,7 @@ class Run:
         self.model, self.units, self.layouts, self.store, self.device = model, units, layouts, store, device
         self.settings = settings
         self.plan: Plan | None = None
+        self._base_bytes = resident_bytes()
         self._updater, self._host_bytes, self._commit_every = updater, host_bytes, commit_every
         self._wishes, self._trace = wishes, trace
         self.folder = folder
@@ -231,13 +232,19 @@ class Run:
             self._engine = Engine(
                 compute=compute, device=self.device, store=self.store, arena=arena, updater=self._updater,
                 layouts=self.layouts, model=size, plan=plan, parameter_order=self._order,
-                weight_decay=self.settings.decay,
+                weight_decay=self.settings.decay, relief=self._relief(budget),
             )  # fmt: skip
             self._engine.lanes.spans = self._trace.spans
         except BaseException:
             self._owned.close()
             raise
         return self._engine
+
+    def _relief(self, budget: HostBudget) -> Relief | None:
+        """On `cpu` computing shares host memory: keep room in it for what the next unit takes."""
+        if self.device.separate_memory:
+            return None
+        return Relief(self._base_bytes + budget.total - round(0.7 * budget.compute))
 
     def _close_engine(self) -> None:
         """Let go of an engine whose plan no longer fits, with all it knows written down."""
@@ -469,6 +476,10 @@ def open_run(
             model, chosen, directories, device=opened.name, blocks=blocks, piece_elements=piece_elements,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+        if not any(layout.pieces.state_bytes for layout in built.layouts):
+            raise ConfigError(
+                f"frozen is {chosen.frozen!r} and nothing is left to train. Let it match fewer parameters."
+            )
         store, folder = owned.enter_context(
             open_run_store(
                 directories,

@@ -205,7 +205,7 @@ class Compute:
             self._install(unit, weights, leaves=self._training)
             for index, paused in enumerate(self._paused):
                 self.device.seed(unit_seed(self._seed, self._step, index, 0))
-                self._results[index] = paused.advance()
+                self._results[index] = self._resume(paused, None, 0)
         elif kind == "block":
             self._install(unit, weights, leaves=False)
             with torch.no_grad():
@@ -230,10 +230,25 @@ class Compute:
     def _advance(self, micro_batch: int, expected: int) -> BlockCall | Finished:
         """Run the glue up to the next stop."""
         result, self._results[micro_batch] = self._results[micro_batch], None
-        reached: BlockCall | Finished = self._paused[micro_batch].advance(result) if expected > 0 else result
+        reached: BlockCall | Finished = (
+            self._resume(self._paused[micro_batch], result, expected) if expected > 0 else result
+        )
         if expected < len(self.units.blocks) or isinstance(reached, BlockCall):
             check_order(reached, expected, len(self.units.blocks), self.units.blocks_name)
         return reached
+
+    def _resume(self, paused: PausedForward, result: Any, expected: int) -> BlockCall | Finished:
+        try:
+            return paused.advance(result)
+        except RuntimeError as error:
+            # A forward that passes over its blocks meets the weights behind them, which are not here yet.
+            if expected < len(self.units.blocks) and "meta" in str(error):
+                raise ModelError(
+                    f"The model's forward used weights of a later part where {self.units.blocks_name}[{expected}] was "
+                    "expected. Layers that are skipped (layer drop) cannot be streamed: switch that off in the model's "
+                    f"config. ({error})"
+                ) from error
+            raise
 
     def _forward_block(self, block: int, micro_batch: int) -> None:
         reached = self._advance(micro_batch, block)

@@ -1,0 +1,153 @@
+"""Lanes and pools: order, waits, failure, and memory that goes round."""
+
+import random
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lohan.engine.lanes import Lanes, Task
+from lohan.engine.pools import Pool
+from lohan.store import Handle, open_arena
+
+
+@pytest.fixture
+def lanes():
+    opened = Lanes(("a", "b"), on_failure=lambda error: None)
+    yield opened
+    opened.close()
+
+
+def task(key, lane, waits=(), run=lambda: None):
+    return Task(key, lane, str(key), list(waits), run)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_a_lane_keeps_its_order_and_nothing_starts_before_what_it_waits_for(seed):
+    rng = random.Random(seed)
+    opened = Lanes(("a", "b", "c"), on_failure=lambda error: None)
+    log, guard, tasks = [], threading.Lock(), []
+
+    def work(number):
+        with guard:
+            log.append(("start", number))
+        if rng.random() < 0.2:
+            time.sleep(0.0005)
+        with guard:
+            log.append(("end", number))
+
+    for number in range(30):
+        waits = rng.sample(tasks, min(len(tasks), rng.randrange(3)))
+        lane = rng.choice(["a", "b", "c", ""])
+        tasks.append(task(number, lane, waits, lambda n=number: work(n)))
+    waits_of = {t.key: [w.key for w in t.waits] for t in tasks}
+    opened.put(tasks)
+    for one in tasks:
+        one.wait()
+    opened.close()
+    place = {entry: index for index, entry in enumerate(log)}
+    for one in tasks:
+        for other in waits_of[one.key]:
+            assert place["end", other] < place["start", one.key]
+    for lane in ("a", "b", "c"):
+        starts = [place["start", t.key] for t in tasks if t.lane == lane]
+        assert starts == sorted(starts)
+
+
+def test_a_lane_goes_on_while_a_handle_is_open_but_the_task_is_not_done(lanes):
+    handle, other_ran = Handle("slow"), threading.Event()
+    slow, next_one = task("slow", "a", run=lambda: handle), task("next", "a", run=other_ran.set)
+    after = task("after", "b", [slow])
+    lanes.put([slow, next_one, after])
+    assert other_ran.wait(10)
+    assert not slow.done.is_set()
+    assert not after.done.is_set()
+    handle.finish()
+    after.wait()
+    assert slow.done.is_set()
+
+
+def test_the_first_error_reaches_everybody_and_later_tasks_do_not_run(lanes):
+    ran = []
+    gate = threading.Event()
+    first = task("first", "a", run=gate.wait)
+
+    def fail():
+        raise ValueError("the first")
+
+    failing = task("failing", "a", run=fail)
+    later = task("later", "b", [failing], lambda: ran.append("later"))
+    free = task("free", "", [failing], lambda: ran.append("free"))
+    lanes.put([first, failing, later, free])
+    gate.set()
+    for one in (failing, later, free):
+        with pytest.raises(ValueError, match="the first"):
+            one.wait()
+    lanes.fail(RuntimeError("the second"))
+    assert isinstance(lanes.failure, ValueError)
+    late = task("late", "b", run=lambda: ran.append("late"))
+    lanes.put([late])
+    with pytest.raises(ValueError, match="the first"):
+        late.wait()
+    assert ran == []
+
+
+def test_an_error_in_a_handle_fails_its_task(lanes):
+    handle = Handle("broken")
+    broken = task("broken", "a", run=lambda: handle)
+    lanes.put([broken])
+    handle.finish(error=OSError("the drive"))
+    with pytest.raises(OSError, match="the drive"):
+        broken.wait()
+
+
+def test_closing_does_what_is_queued_first():
+    ran = []
+    opened = Lanes(("a",), on_failure=lambda error: None)
+    opened.put([task(number, "a", run=lambda n=number: ran.append(n)) for number in range(50)])
+    opened.close()
+    assert ran == list(range(50))
+
+
+def test_a_pool_hands_out_its_slabs_and_waits_for_one_to_come_back():
+    with open_arena(1 << 20) as arena:
+        pool = Pool(arena, 4096, 2)
+        one, two = pool.lease(), pool.lease()
+        assert one.tensor.data_ptr() != two.tensor.data_ptr()
+        third = []
+        waiting = threading.Thread(target=lambda: third.append(pool.lease()))
+        waiting.start()
+        two.release()
+        waiting.join(10)
+        assert third[0].tensor.data_ptr() == two.tensor.data_ptr()
+
+
+def test_a_failure_wakes_whoever_waits_for_a_slab():
+    with open_arena(1 << 20) as arena:
+        pool, caught = Pool(arena, 4096, 1), []
+        pool.lease()
+
+        def wait():
+            try:
+                pool.lease()
+            except ValueError as error:
+                caught.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        pool.fail(ValueError("stop"))
+        waiting.join(10)
+        assert len(caught) == 1
+
+
+def test_free_slabs_are_poisoned_when_asked_for():
+    with open_arena(1 << 20) as arena:
+        pool = Pool(arena, 4096, 1, poison=True)
+        slab = pool.lease()
+        assert bool((slab.tensor == 0xFF).all())
+        slab.tensor.fill_(1)
+        slab.release()
+        assert bool((pool.lease().tensor == 0xFF).all())

@@ -73,7 +73,7 @@ def test_a_lane_goes_on_while_a_handle_is_open_but_the_task_is_not_done(lanes):
 def test_the_first_error_reaches_everybody_and_later_tasks_do_not_run(lanes):
     ran = []
     gate = threading.Event()
-    first = task("first", "a", run=gate.wait)
+    first = task("first", "a", run=lambda: gate.wait() and None)
 
     def fail():
         raise ValueError("the first")

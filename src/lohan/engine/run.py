@@ -244,7 +244,7 @@ class Run:
         """On `cpu` computing shares host memory: keep room in it for what the next unit takes."""
         if self.device.separate_memory:
             return None
-        return Relief(self._base_bytes + budget.total - round(0.7 * budget.compute))
+        return Relief(self._base_bytes + budget.total - round(0.85 * budget.compute))
 
     def _close_engine(self) -> None:
         """Let go of an engine whose plan no longer fits, with all it knows written down."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lohan.engine.cut import Cut
 from lohan.engine.devices.base import Device
 from lohan.engine.escapes import Escape, find_escapes, run_with_escapes
+from lohan.engine.head_loss import HeadLoss
 from lohan.engine.layout import UnitLayout
 from lohan.engine.trees import tensors_in
 from lohan.engine.vertical import BlockCall, Finished, PausedForward, Stops, Threads, check_order
@@ -64,10 +65,12 @@ class Compute:
         compute_dtype: torch.dtype,
         wire: torch.dtype,
         seed: int,
+        head_chunks: int = 1,
     ):
         self.model, self.units, self.layouts, self.device = model, units, layouts, device
         self._dtype, self._wire, self._seed = compute_dtype, wire, seed
         self._installer = Installer(model, units)
+        self._head_loss = HeadLoss(model, head_chunks)
         blocks = model.get_submodule(units.blocks_name)
         assert isinstance(blocks, nn.ModuleList)
         self._blocks = list(blocks)
@@ -283,12 +286,14 @@ class Compute:
 
     def _finish_micro_batch(self, micro_batch: int, scale: float | None) -> None:
         self.device.seed(unit_seed(self._seed, self._step, micro_batch, len(self.units.blocks) + 1))
-        with torch.set_grad_enabled(self._training):
+        share = None if self._takes_num_items else num_labels([self._batches[micro_batch]]) / self._num_items
+        in_chunks = self._head_loss.chunked(scale=scale, share=share, num_items=self._num_items)
+        with torch.set_grad_enabled(self._training), in_chunks:
             reached = self._advance(micro_batch, len(self.units.blocks))
             assert isinstance(reached, Finished)
             loss = _loss_of(reached.value)
-            if not self._takes_num_items:
-                loss = loss * (num_labels([self._batches[micro_batch]]) / self._num_items)
+            if share is not None:
+                loss = loss * share
             del reached
             value = float(loss.item())
             self.losses.append(value)

@@ -1,0 +1,74 @@
+"""How fast each lane works while certain others do: the machine, as rates for every set of busy lanes.
+
+Lanes share things. Both links share a bus (`duplex_share`). Reads and writes share the drives: each gets half of the
+time, unless the machine says what both reach together; nothing passes `array_bytes_per_second`. Checksums are computed
+by the cores, so on every byte the drives move the update loses a little of them, and so does compute where it runs on
+the same cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lohan.plan.schedule import LANES
+from lohan.profiles import DriveProfile, MachineProfile
+
+GPU, TO_GPU, TO_HOST, READ, WRITE, CPU = range(len(LANES))
+_LEAST_CORES = 0.05
+"""Of the cores, left to compute however fast the drives are: picked by feel, only keeps a rate from being zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriveRates:
+    """What all drives together do with records striped over them, bytes per second."""
+
+    read: float
+    write: float
+    both_read: float
+    both_write: float
+    """The two, when both are under way."""
+
+
+def drive_rates(drives: Sequence[DriveProfile], array_bytes_per_second: float | None = None) -> DriveRates:
+    """Of a store striped over these drives by weight: the one that is slowest for its share sets the pace."""
+    if not drives:
+        return DriveRates(0.0, 0.0, 0.0, 0.0)
+    weights = [1 / (1 / d.read_bytes_per_second + 1 / d.write_bytes_per_second) for d in drives]
+    shares = [weight / sum(weights) for weight in weights]
+
+    def whole(rates: Sequence[float]) -> float:
+        return min(rate / share for rate, share in zip(rates, shares, strict=True))
+
+    read = whole([d.read_bytes_per_second for d in drives])
+    write = whole([d.write_bytes_per_second for d in drives])
+    both = whole([d.mixed_bytes_per_second or (d.read_bytes_per_second + d.write_bytes_per_second) / 2 for d in drives])
+    scale = 2 * both / (read + write)
+    both_read, both_write = min(read, read / 2 * scale), min(write, write / 2 * scale)
+    if array_bytes_per_second is not None:
+        read, write = min(read, array_bytes_per_second), min(write, array_bytes_per_second)
+        over = max(1.0, (both_read + both_write) / array_bytes_per_second)
+        both_read, both_write = both_read / over, both_write / over
+    return DriveRates(read, write, both_read, both_write)
+
+
+def lane_rates(machine: MachineProfile) -> list[tuple[float, ...]]:
+    """For every set of busy lanes (bit i: lane i of LANES) the rate of each lane: seconds or bytes done per second."""
+    drives = drive_rates(machine.drives, machine.array_bytes_per_second)
+    hashed = machine.checksum_bytes_per_second
+    table = []
+    for busy in range(1 << len(LANES)):
+        both_ways = busy >> TO_GPU & 1 and busy >> TO_HOST & 1
+        duplex = machine.duplex_share if both_ways else 1.0
+        reads, writes = bool(busy >> READ & 1), bool(busy >> WRITE & 1)
+        read = (drives.both_read if writes else drives.read) if reads else 0.0
+        write = (drives.both_write if reads else drives.write) if writes else 0.0
+        cores = 1.0
+        if hashed is not None:
+            over = max(1.0, (read + write) / hashed)
+            read, write = read / over, write / over
+            cores = max(_LEAST_CORES, 1.0 - (read + write) / hashed)
+        gpu = 1.0 if machine.separate_memory else cores
+        to_gpu, to_host = machine.to_gpu_bytes_per_second * duplex, machine.to_host_bytes_per_second * duplex
+        table.append((gpu, to_gpu, to_host, read, write, cores))
+    return table

@@ -1,0 +1,52 @@
+"""From a model's profile to the sizes a Schedule is built from.
+
+The engine cuts units into pieces of a million parameters. A simulation of 175B cannot afford 170,000 pieces, nor does
+it need them: a unit in `max_pieces` pieces overlaps its reading, updating and writing well enough.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from lohan.plan.pieces import PIECE_ELEMENTS
+from lohan.plan.plan import ModelSize, UnitSize
+from lohan.profiles import ModelProfile, UnitProfile
+
+MAX_PIECES = 8
+"""Per unit. 16 changes the simulated step of 13B and of 175B by less than 0.1 % (measured with 8 to 64 slabs)."""
+
+
+def size_model(
+    profile: ModelProfile,
+    *,
+    num_micro_batches: int = 1,
+    wire_bytes: int = 2,
+    state_bytes_per_parameter: float = 12.0,
+    max_pieces: int = MAX_PIECES,
+) -> ModelSize:
+    """The units of a step with this many micro-batches of the profile's size."""
+    made: dict[int, UnitSize] = {}
+
+    def size(unit: UnitProfile) -> UnitSize:
+        if id(unit) not in made:
+            made[id(unit)] = _size_unit(unit, num_micro_batches, wire_bytes, state_bytes_per_parameter, max_pieces)
+        return made[id(unit)]
+
+    return ModelSize(tuple(size(unit) for unit in profile.units), profile.tied)
+
+
+def _size_unit(
+    unit: UnitProfile, num_micro_batches: int, wire_bytes: int, state_bytes: float, max_pieces: int
+) -> UnitSize:
+    count = unit.num_parameters
+    pieces = min(max_pieces, -(-count // PIECE_ELEMENTS))
+    bounds = [count * piece // pieces for piece in range(pieces + 1)] if pieces else [0]
+    elements = [high - low for low, high in pairwise(bounds)]
+    return UnitSize(
+        kind=unit.kind,
+        weights_bytes=count * wire_bytes,
+        piece_weights_bytes=tuple(number * wire_bytes for number in elements),
+        state_bytes=tuple(round(number * state_bytes) for number in elements),
+        num_parameters=count,
+        forward_flops=unit.forward_flops * num_micro_batches,
+    )

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lohan.engine.cut import Cut
+from lohan.engine.cut import Cut, SavedCall
 from lohan.engine.devices.base import Device
 from lohan.engine.escapes import Escape, find_escapes, run_with_escapes
 from lohan.engine.head_loss import HeadLoss
 from lohan.engine.layout import UnitLayout
+from lohan.engine.replay import Replayer
 from lohan.engine.trees import tensors_in
 from lohan.engine.vertical import BlockCall, Finished, PausedForward, Stops, Threads, check_order
 from lohan.errors import ModelError, NonFinite
@@ -66,7 +67,9 @@ class Compute:
         wire: torch.dtype,
         seed: int,
         head_chunks: int = 1,
+        keep: Sequence[Mapping[int, str]] = (),
     ):
+        """`keep`: for each unit, the heavy operators whose outputs are kept, and on which tier."""
         self.model, self.units, self.layouts, self.device = model, units, layouts, device
         self._dtype, self._wire, self._seed = compute_dtype, wire, seed
         self._installer = Installer(model, units)
@@ -77,6 +80,8 @@ class Compute:
         self._stops = Stops(blocks)
         self._threads = Threads()
         self._escapes: dict[int, list[Escape]] = {}
+        self._replayer = Replayer(device.random_state, device.set_random_state)
+        self._keep = keep
         self._takes_num_items = takes_num_items(model)
         self._cast = compute_dtype != wire
         sizes = [self._cast_bytes(layout) for layout in layouts]
@@ -210,10 +215,11 @@ class Compute:
                 self.device.seed(unit_seed(self._seed, self._step, index, 0))
                 self._results[index] = self._resume(paused, None, 0)
         elif kind == "block":
-            self._install(unit, weights, leaves=False)
+            self._install(unit, weights, leaves=self._training)
             with torch.no_grad():
                 for index in range(len(self._paused)):
                     self._forward_block(unit - 1, index)
+            self._leaves.pop(unit, None)  # they collect nothing here: backward has its own
         else:
             at = self._install(unit, weights, leaves=self._training)
             if tied_weights is not None:
@@ -256,33 +262,39 @@ class Compute:
     def _forward_block(self, block: int, micro_batch: int) -> None:
         reached = self._advance(micro_batch, block)
         assert isinstance(reached, BlockCall)
-        cut, unit = self.cuts[micro_batch], block + 1
-        if self._training:
-            cut.save(block, reached.args, reached.kwargs)
+        cut, unit, module = self.cuts[micro_batch], block + 1, self._blocks[block]
         run = self._stops.originals[block]
         self.device.seed(unit_seed(self._seed, self._step, micro_batch, unit))
-
-        def call() -> Any:
-            # In the micro-batch's own context: hooks inside the block look there for who listens to them.
-            return reached.context.run(self._without_graph, run, reached)
-
         if not self._training:
-            self._results[micro_batch] = call()
+            self._results[micro_batch] = reached.context.run(_without_graph, run, reached.args, reached.kwargs)
             return
-        module = self._blocks[block]
+        call = cut.save(block, reached.args, reached.kwargs)
+        trainable = any(param.trainable for param in self.layouts[unit].spec.params)
         if block not in self._escapes:
+            # The first time a block runs, it is only watched for what leaves it, and recomputed from end to end.
             name = f"{self.units.blocks_name}.{block}"
-            arguments = tensors_in((reached.args, reached.kwargs))
-            result, escaped, self._escapes[block] = find_escapes(module, name, call, arguments)
-        else:
-            result, escaped = run_with_escapes(module, self._escapes[block], call)
-        trainable = any(param.trainable for param in self.layouts[block + 1].spec.params)
-        self._results[micro_batch] = cut.make_leaves(block, result, escaped, trainable)
+            result, escaped, self._escapes[block] = find_escapes(
+                module,
+                name,
+                # In the micro-batch's own context: hooks inside the block look there for who listens to them.
+                lambda: reached.context.run(_without_graph, run, reached.args, reached.kwargs),
+                tensors_in((reached.args, reached.kwargs)),
+            )
+            self._results[micro_batch] = cut.make_leaves(block, result, escaped, trainable)
+            return
+        args, kwargs, _ = call.fill()
 
-    @staticmethod
-    def _without_graph(run: Any, reached: BlockCall) -> Any:
-        with torch.no_grad():
-            return run(*reached.args, **reached.kwargs)
+        def go() -> Any:
+            return run_with_escapes(
+                module,
+                self._escapes[block],
+                lambda: reached.context.run(run, *args, **kwargs),
+                lambda number, tensor: cut.follow(block, number, tensor),
+            )
+
+        keep = dict(self._keep[unit]) if self._keep else {}
+        (result, _), call.recording = self._replayer.record(block, keep, go)
+        self._results[micro_batch] = cut.make_leaves(block, result, (), trainable)
 
     def _finish_micro_batch(self, micro_batch: int, scale: float | None) -> None:
         self.device.seed(unit_seed(self._seed, self._step, micro_batch, len(self.units.blocks) + 1))
@@ -320,19 +332,16 @@ class Compute:
         block = unit - 1
         for index, cut in enumerate(self.cuts):
             self.device.seed(unit_seed(self._seed, self._step, index, unit))
-            cut.backward(block, lambda args, kwargs: self._recompute(block, args, kwargs))
+            cut.backward(block, lambda call, args, kwargs: self._recompute(block, call, args, kwargs))
             if scale is None:
                 self._check_finite(cut, index, unit)
         self._installer.uninstall_all()
 
-    def _recompute(self, block: int, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def _recompute(self, block: int, call: SavedCall, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
         run = self._stops.originals[block]
-
-        def call() -> Any:
-            with torch.enable_grad():
-                return run(*args, **kwargs)
-
-        result, escaped = run_with_escapes(self._blocks[block], self._escapes[block], call)
+        name = f"{self.units.blocks_name}.{block}"
+        with torch.enable_grad() if call.recording is None else self._replayer.replay(call.recording, name):
+            result, escaped = run_with_escapes(self._blocks[block], self._escapes[block], lambda: run(*args, **kwargs))
         return list(tensors_in(result)), escaped
 
     def _check_finite(self, cut: Cut, micro_batch: int, unit: int) -> None:
@@ -363,6 +372,11 @@ class Compute:
         if unit == 0:
             self._end()
         return frozenset(missing)
+
+
+def _without_graph(run: Any, args: Any, kwargs: Any) -> Any:
+    with torch.no_grad():
+        return run(*args, **kwargs)
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lohan.engine.replay import Recording
 from lohan.engine.trees import map_tensors
 
 Leaf = tuple[int, int]
-"""Block, and which of its outputs (escaped tensors count after the returned ones)."""
+"""Block, and which of its outputs: 0, 1, ... returned, -1, -2, ... escaped."""
 
 
 @dataclass(slots=True)
@@ -46,6 +47,16 @@ class SavedCall:
     args: Any
     kwargs: Any
     inputs: list[Input]
+    recording: Recording | None = None
+    """What forward kept; None when the block is to be computed again from end to end."""
+
+    def fill(self) -> tuple[Any, Any, list[Tensor]]:
+        """Arguments for a run of the block with a graph of its own, and the tensors in them that it starts from."""
+        tensors = []
+        for one in self.inputs:
+            assert one.tensor is not None, "the inputs are back before backward needs them"
+            tensors.append(one.tensor.detach().requires_grad_(True) if one.needs_grad else one.tensor)
+        return _fill(self.args, tensors), _fill(self.kwargs, tensors), tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,19 @@ class _Slot:
     """Stands for an input in saved arguments."""
 
     index: int
+
+
+def _fill(tree: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(tree, _Slot):
+        return tensors[tree.index]
+    if isinstance(tree, tuple):
+        items = [_fill(item, tensors) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    if isinstance(tree, list):
+        return [_fill(item, tensors) for item in tree]
+    if isinstance(tree, dict):
+        return {key: _fill(item, tensors) for key, item in tree.items()}
+    return tree
 
 
 @dataclass(slots=True)
@@ -110,56 +134,50 @@ class Cut:
             return made
 
         changed = map_tensors(result, leaf)
-        for tensor in escaped:
+        for number, tensor in enumerate(escaped):
             # Made without a graph, so it can become a leaf in place: whoever kept it holds this very object.
             if needs_grad:
                 tensor.requires_grad_(True)
-                self._leaves[id(tensor)] = (weakref.ref(tensor), (block, position))
-            position += 1
+                self._leaves[id(tensor)] = (weakref.ref(tensor), (block, -1 - number))
         return changed
+
+    def follow(self, block: int, number: int, tensor: Tensor) -> Tensor:
+        """A tensor that is about to escape from a recorded block, as it may leave: its gradient comes back here."""
+        if not tensor.requires_grad:
+            return tensor
+        leaf = tensor.detach().requires_grad_(True)
+        return cast(Tensor, _Escape.apply(leaf, self, (block, -1 - number)))  # type: ignore[no-untyped-call]
 
     def collect(self) -> None:
         """Take the gradients that a backward through glue left on leaves."""
         for reference, leaf in self._leaves.values():
             tensor = reference()
             if tensor is not None and tensor.grad is not None:
-                self._add(leaf, tensor.grad)
+                self.add(leaf, tensor.grad)
                 tensor.grad = None
 
-    def _add(self, leaf: Leaf, gradient: Tensor) -> None:
+    def add(self, leaf: Leaf, gradient: Tensor) -> None:
+        """A gradient that a block's output is owed."""
         self._gradients[leaf] = self._gradients[leaf] + gradient if leaf in self._gradients else gradient
 
-    def backward(self, block: int, run: Callable[[Any, Any], tuple[list[Tensor], list[Tensor]]]) -> None:
+    def backward(self, block: int, run: Callable[[SavedCall, Any, Any], tuple[list[Tensor], list[Tensor]]]) -> None:
         """Recompute a block and send its outputs' gradients through it.
 
-        `run(args, kwargs)` runs the block with a graph and returns its result's tensors and its escaped ones.
+        `run(call, args, kwargs)` runs the block with a graph and returns its result's tensors and its escaped ones.
         """
         call = self.saved.pop(block)
-        tensors = []
-        for one in call.inputs:
-            assert one.tensor is not None, "the inputs are back before backward needs them"
-            tensors.append(one.tensor.detach().requires_grad_(True) if one.needs_grad else one.tensor)
-
-        def fill(tree: Any) -> Any:
-            if isinstance(tree, _Slot):
-                return tensors[tree.index]
-            if isinstance(tree, tuple):
-                items = [fill(item) for item in tree]
-                return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-            if isinstance(tree, list):
-                return [fill(item) for item in tree]
-            if isinstance(tree, dict):
-                return {key: fill(item) for key, item in tree.items()}
-            return tree
-
-        returned, escaped = run(fill(call.args), fill(call.kwargs))
+        args, kwargs, tensors = call.fill()
+        returned, escaped = run(call, args, kwargs)
+        del args, kwargs
+        call.recording = None
         outputs, gradients = [], []
-        for number, tensor in enumerate([*returned, *escaped]):
+        numbered = [*enumerate(returned), *((-1 - number, tensor) for number, tensor in enumerate(escaped))]
+        for number, tensor in numbered:
             gradient = self._gradients.pop((block, number), None)
             if gradient is not None:
                 outputs.append(tensor)
                 gradients.append(gradient)
-        del returned, escaped
+        del returned, escaped, numbered
         if outputs:
             torch.autograd.backward(outputs, gradients)
         del outputs, gradients
@@ -167,7 +185,7 @@ class Cut:
             if not one.needs_grad or tensor.grad is None:
                 continue
             if one.leaf is not None:
-                self._add(one.leaf, tensor.grad)
+                self.add(one.leaf, tensor.grad)
             elif one.glue is not None:
                 glue = self._glue[one.glue]
                 glue.gradient = tensor.grad if glue.gradient is None else glue.gradient + tensor.grad
@@ -191,3 +209,17 @@ class Cut:
     def input_gradients(self) -> list[Tensor]:
         """The gradients that wait for blocks below, for a look at whether they are finite."""
         return list(self._gradients.values())
+
+
+class _Escape(torch.autograd.Function):
+    """Passes a tensor on and takes its gradient to the cut it belongs to; nothing flows further."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cut: Cut, leaf: Leaf) -> Tensor:
+        ctx.cut, ctx.leaf = cut, leaf
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.cut.add(ctx.leaf, gradient)
+        return None, None, None

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.engine.trees import tensors_in
+from lohan.engine.trees import map_tensors, tensors_in
 from lohan.errors import ModelError
 
 Escape = tuple[str, int, int]
@@ -40,18 +40,26 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _hooks(block: nn.Module, paths: list[str], seen: Callable[[Escape, Tensor], None]) -> Iterator[None]:
+def _hooks(block: nn.Module, paths: list[str], seen: Callable[[Escape, Tensor], Tensor]) -> Iterator[None]:
+    """`seen` gets every tensor these submodules return, and says what is returned in its place."""
     calls: dict[str, int] = {}
 
-    def hook(path: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(path: str) -> Callable[..., Any]:
+        def record(module: nn.Module, args: Any, output: Any) -> Any:
             call = calls[path] = calls.get(path, -1) + 1
-            for position, tensor in enumerate(tensors_in(output)):
-                seen((path, call, position), tensor)
+            position = -1
+
+            def look(tensor: Tensor) -> Tensor:
+                nonlocal position
+                position += 1
+                return seen((path, call, position), tensor)
+
+            return map_tensors(output, look)
 
         return record
 
-    handles = [block.get_submodule(path).register_forward_hook(hook(path)) for path in paths]
+    # First in line, so that whoever records outputs by a hook gets what we return.
+    handles = [block.get_submodule(path).register_forward_hook(hook(path), prepend=True) for path in paths]
     try:
         yield
     finally:
@@ -65,7 +73,12 @@ def find_escapes(
     """Run the block once, watched. Returns its result, the escaped tensors and how to find them again."""
     returned: list[tuple[Escape, weakref.ref[Tensor]]] = []
     paths = [path for path, _ in block.named_modules() if path]
-    with _hooks(block, paths, lambda escape, tensor: returned.append((escape, weakref.ref(tensor)))):
+
+    def watch_module(escape: Escape, tensor: Tensor) -> Tensor:
+        returned.append((escape, weakref.ref(tensor)))
+        return tensor
+
+    with _hooks(block, paths, watch_module):
         with _Watch() as watch:
             result = run()
     known = {id(tensor) for tensor in (*tensors_in(result), *arguments)}
@@ -89,17 +102,27 @@ def find_escapes(
     return result, escaped, list(escapes.values())
 
 
-def run_with_escapes(block: nn.Module, escapes: list[Escape], run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-    """Run the block and return its result and its escaped tensors, in the order of `escapes`."""
+def run_with_escapes(
+    block: nn.Module,
+    escapes: list[Escape],
+    run: Callable[[], Any],
+    follow: Callable[[int, Tensor], Tensor] | None = None,
+) -> tuple[Any, list[Tensor]]:
+    """Run the block and return its result and its escaped tensors, in the order of `escapes`.
+
+    With `follow(number, tensor)` what it returns goes on in the tensor's place, inside the block and out of it.
+    """
     if not escapes:
         return run(), []
     found: dict[Escape, Tensor] = {}
+    numbers = {escape: number for number, escape in enumerate(escapes)}
 
-    def seen(escape: Escape, tensor: Tensor) -> None:
-        if escape in wanted:
-            found[escape] = tensor
+    def seen(escape: Escape, tensor: Tensor) -> Tensor:
+        if escape not in numbers:
+            return tensor
+        found[escape] = tensor
+        return tensor if follow is None else follow(numbers[escape], tensor)
 
-    wanted = set(escapes)
     with _hooks(block, sorted({path for path, _, _ in escapes}), seen):
         result = run()
     return result, [found[escape] for escape in escapes]

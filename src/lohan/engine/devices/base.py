@@ -90,6 +90,14 @@ class Device(ABC):
         """Start the random numbers that dropout draws on this device."""
         torch.manual_seed(value)
 
+    def random_state(self) -> Tensor:
+        """Where those random numbers are now, without waiting for the device."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Go on from there."""
+        torch.set_rng_state(state)
+
     def rng_state_guard(self) -> AbstractContextManager[None]:
         """Whatever is drawn or seeded inside, the random state afterwards is the one before."""
         return torch.random.fork_rng(devices=[])

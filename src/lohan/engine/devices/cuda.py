@@ -143,6 +143,12 @@ class CudaDevice(Device):
     def unpin(self, memory: memoryview) -> None:
         self._unregister(_address(memory))
 
+    def random_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.torch_device)
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.torch_device)
+
     def rng_state_guard(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[self.torch_device.index])
 

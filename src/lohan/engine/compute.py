@@ -111,6 +111,11 @@ class Compute:
         return max(ALIGN, sum(self._param_bytes(param.shape) for param in layout.spec.params))
 
     @property
+    def num_micro_batches(self) -> int:
+        """Of the step under way."""
+        return len(self._batches)
+
+    @property
     def head(self) -> int:
         return len(self.layouts) - 1
 
@@ -206,35 +211,41 @@ class Compute:
 
     # -- forward --------------------------------------------------------------------------------------
 
-    def forward(self, unit: int, weights: Tensor | None, tied_weights: Tensor | None, scale: float | None) -> None:
-        """One unit for all micro-batches. The head's forward, in training, is its backward too."""
+    def forward(
+        self, unit: int, micro_batch: int, weights: Tensor | None, tied_weights: Tensor | None, scale: float | None
+    ) -> None:
+        """One unit for one micro-batch. The head's forward, in training, is its backward too.
+
+        Micro-batches come in order; the weights are put in place with the first and taken out with the last.
+        """
         kind = self.layouts[unit].spec.kind
-        if kind == "embedding":
-            self._install(unit, weights, leaves=self._training)
-            for index, paused in enumerate(self._paused):
-                self.device.seed(unit_seed(self._seed, self._step, index, 0))
-                self._results[index] = self._resume(paused, None, 0)
-        elif kind == "block":
-            self._install(unit, weights, leaves=self._training)
-            with torch.no_grad():
-                for index in range(len(self._paused)):
-                    self._forward_block(unit - 1, index)
-            self._leaves.pop(unit, None)  # they collect nothing here: backward has its own
-        else:
+        if micro_batch == 0:
             at = self._install(unit, weights, leaves=self._training)
-            if tied_weights is not None:
-                self._tying = True
-                embedding = self.layouts[0]
-                for index, param in enumerate(embedding.spec.params):
-                    if param.name in self.units.tied:
-                        leaves = self._training and param.trainable
-                        at = self._install_param(embedding, index, tied_weights, at, leaves=leaves, unit=0)
-                self._tying = False
-            for index in range(len(self._paused)):
-                self._finish_micro_batch(index, scale)
-            if not self._training:
+            if kind == "head" and tied_weights is not None:
+                self._install_tied(tied_weights, at)
+        if kind == "embedding":
+            self.device.seed(unit_seed(self._seed, self._step, micro_batch, 0))
+            self._results[micro_batch] = self._resume(self._paused[micro_batch], None, 0)
+        elif kind == "block":
+            with torch.no_grad():
+                self._forward_block(unit - 1, micro_batch)
+        else:
+            self._finish_micro_batch(micro_batch, scale)
+        if micro_batch == len(self._paused) - 1:
+            if kind == "block":
+                self._leaves.pop(unit, None)  # they collect nothing here: backward has its own
+            if kind == "head" and not self._training:
                 self._end()
-        self._installer.uninstall_all()
+            self._installer.uninstall_all()
+
+    def _install_tied(self, weights: Tensor, at: int) -> None:
+        self._tying = True
+        embedding = self.layouts[0]
+        for index, param in enumerate(embedding.spec.params):
+            if param.name in self.units.tied:
+                leaves = self._training and param.trainable
+                at = self._install_param(embedding, index, weights, at, leaves=leaves, unit=0)
+        self._tying = False
 
     def _advance(self, micro_batch: int, expected: int) -> BlockCall | Finished:
         """Run the glue up to the next stop."""
@@ -322,20 +333,21 @@ class Compute:
 
     # -- backward -------------------------------------------------------------------------------------
 
-    def backward(self, unit: int, weights: Tensor | None, scale: float | None) -> None:
-        """One unit's backward for all micro-batches; its gradients wait for take_gradient()."""
+    def backward(self, unit: int, micro_batch: int, weights: Tensor | None, scale: float | None) -> None:
+        """One unit's backward for one micro-batch; its gradients add up and wait for take_gradient()."""
+        cut = self.cuts[micro_batch]
         if self.layouts[unit].spec.kind == "embedding":
-            for cut in self.cuts:
-                cut.push_rest()
+            cut.push_rest()
             return
-        self._install(unit, weights, leaves=True)
+        if micro_batch == 0:
+            self._install(unit, weights, leaves=True)
         block = unit - 1
-        for index, cut in enumerate(self.cuts):
-            self.device.seed(unit_seed(self._seed, self._step, index, unit))
-            cut.backward(block, lambda call, args, kwargs: self._recompute(block, call, args, kwargs))
-            if scale is None:
-                self._check_finite(cut, index, unit)
-        self._installer.uninstall_all()
+        self.device.seed(unit_seed(self._seed, self._step, micro_batch, unit))
+        cut.backward(block, lambda call, args, kwargs: self._recompute(block, call, args, kwargs))
+        if scale is None:
+            self._check_finite(cut, micro_batch, unit)
+        if micro_batch == len(self.cuts) - 1:
+            self._installer.uninstall_all()
 
     def _recompute(self, block: int, call: SavedCall, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
         run = self._stops.originals[block]

@@ -19,19 +19,18 @@ import torch
 from torch import Tensor
 
 from lohan.engine.compute import Compute, MicroBatch
-from lohan.engine.cut import Input
 from lohan.engine.devices.base import Device
 from lohan.engine.lanes import Lanes, Task
 from lohan.engine.layout import UnitLayout
 from lohan.engine.memory import Relief
-from lohan.engine.pools import HostBuffer, Pool, as_tensor
-from lohan.errors import NonFinite, PlanInfeasible
+from lohan.engine.pools import HostBuffer, Pool
+from lohan.engine.swap import Swapper
+from lohan.errors import NonFinite
 from lohan.optim.clipping import GradNorm
 from lohan.optim.update import Updater
 from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import LANES, Key, Op, Scheduler
-from lohan.sizes import format_bytes
-from lohan.store import Arena, Handle, Slab, Store, round_up
+from lohan.store import Arena, Handle, Store, round_up
 
 
 @dataclass(slots=True)
@@ -88,20 +87,19 @@ class Engine:
         parameter_order: Sequence[str],
         weight_decay: Callable[[str, tuple[int, ...]], float],
         relief: Relief | None = None,
+        scratch: Store | None = None,
     ):
         self.compute, self.device, self.store, self.updater = compute, device, store, updater
         self.layouts, self.plan, self.model = layouts, plan, model
         self._order = parameter_order
         self._weight_decay = weight_decay
-        self._relief = relief
+        self._relief, self._scratch = relief, scratch
         self.busy_seconds = {"compute": 0.0, "update": 0.0}
         self._steps: dict[int, StepState] = {}
         self._tasks: dict[Key, Task] = {}
         self._buffers: dict[Key, HostBuffer] = {}
         self._device_weights: dict[Key, Tensor] = {}
         self._device_gradients: dict[int, Tensor] = {}
-        self._inputs: dict[tuple[int, int, int], Slab] = {}
-        self._device_inputs: dict[int, list[Tensor]] = {}
         self._undo: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._arena = arena
         self._cores: AbstractContextManager[Any] = nullcontext() if device.separate_memory else threading.Lock()
@@ -121,7 +119,8 @@ class Engine:
         self._weights_pool = Pool(arena, max(streamed, default=0), plan.weights_slabs, poison=poison)
         self._state_pool = Pool(arena, max(states, default=0), plan.state_slabs, poison=poison)
         self._gradient_pool = Pool(arena, max(trained, default=0), plan.gradient_slabs, poison=poison)
-        self._pools = (self._weights_pool, self._state_pool, self._gradient_pool)
+        self.swapper = Swapper(self.device, arena, plan, self._scratch)
+        self._pools = (self._weights_pool, self._state_pool, self._gradient_pool, self.swapper.transit)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -167,7 +166,8 @@ class Engine:
         """Turn operations into tasks. `begin` runs on the compute lane, before the first of them there."""
         tasks = []
         for op in ops:
-            run = self._bind(op, begin if op.key.kind == "forward" and op.key.unit == 0 else None)
+            first = op.key.kind == "forward" and op.key.unit == 0 and op.key.piece == 0
+            run = self._bind(op, begin if first else None)
             waits = [self._tasks[key] for key in op.waits if key in self._tasks]
             label = f"{op.key.kind} {op.key.unit}" if op.key.unit >= 0 else op.key.kind
             task = Task(op.key, op.lane, label, waits, run)
@@ -251,34 +251,38 @@ class Engine:
     # -- computing ------------------------------------------------------------------------------------
 
     def _forward(self, op: Op) -> None:
-        unit, head = op.key.unit, len(self.layouts) - 1
+        unit, micro_batch, head = op.key.unit, op.key.piece, len(self.layouts) - 1
         state = self._steps.get(op.key.step)
-        trains = state is not None
-        buffer = self._gradient_buffer(unit) if unit == head and trains else None
+        last = micro_batch == self.compute.num_micro_batches - 1
+        buffer = self._gradient_buffer(unit) if unit == head and last and state is not None else None
         tied = self._weights_for(op, "h", 0) if unit == head and self.model.tied else None
         with self._cores, self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
-            self.compute.forward(unit, self._weights_for(op, "f", unit), tied, state.scale if state else None)
-            if buffer is not None and state is not None:
-                state.missing[unit] = self.compute.take_gradient(unit, buffer.tensor)
+            scale = state.scale if state is not None else None
+            self.compute.forward(unit, micro_batch, self._weights_for(op, "f", unit), tied, scale)
+            if unit == head and last and state is not None:
+                state.missing[unit] = self.compute.take_gradient(unit, _target(buffer))
         if buffer is not None:
             self._gradient_made(op.key.step, unit, buffer)
-        self._free_weights(op, "f", unit)
         if self._relief is not None:
             self._relief.relieve()
-        if unit == head:
+        if last:
+            self._free_weights(op, "f", unit)
+        if last and unit == head:
             self._free_weights(op, "h", 0)
 
     def _backward(self, op: Op) -> None:
-        unit, state = op.key.unit, self._steps[op.key.step]
-        buffer = self._gradient_buffer(unit)
+        unit, micro_batch, state = op.key.unit, op.key.piece, self._steps[op.key.step]
+        last = micro_batch == self.compute.num_micro_batches - 1
+        buffer = self._gradient_buffer(unit) if last else None
         with self._cores, self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
-            self.compute.backward(unit, self._weights_for(op, "b", unit), state.scale)
-            missing = self.compute.take_gradient(unit, buffer.tensor if buffer is not None else torch.empty(0))
-        state.missing[unit] = missing
+            self.compute.backward(unit, micro_batch, self._weights_for(op, "b", unit), state.scale)
+            if last:
+                state.missing[unit] = self.compute.take_gradient(unit, _target(buffer))
         if buffer is not None:
             self._gradient_made(op.key.step, unit, buffer)
-        self._free_weights(op, "b", unit)
-        self._free_inputs(unit)
+        self.swapper.free((unit, micro_batch))
+        if last:
+            self._free_weights(op, "b", unit)
         if self._relief is not None:
             self._relief.relieve()
 
@@ -304,50 +308,20 @@ class Engine:
         self.device.free(memory)
         self._buffers[op.key] = buffer
 
-    # -- block inputs ---------------------------------------------------------------------------------
+    # -- activations ----------------------------------------------------------------------------------
 
-    def _input_out(self, op: Op) -> None:
-        """Send a block's input to host memory. Masks and tables that many blocks share stay on the device."""
-        block = op.key.unit - 1
-        with self.device.lane("to_host"):
-            for index, number, one in self._travelling(block):
-                assert one.tensor is not None
-                flat = one.tensor.contiguous().view(-1).view(torch.uint8)
-                slab = self._arena.try_lease(flat.numel())
-                if slab is None:
-                    raise PlanInfeasible(
-                        f"The inputs of block {block} need {format_bytes(flat.numel())} more host memory than is free. "
-                        "Raise host_memory, or use fewer or shorter micro-batches."
-                    )
-                self.device.to_host(flat, as_tensor(slab.view))
-                self._inputs[block, index, number] = slab
-        for _, _, one in self._travelling(block):
-            assert one.tensor is not None
-            one.shape, one.dtype, one.tensor = one.tensor.shape, one.tensor.dtype, None
+    def _act_out(self, op: Op) -> None:
+        place = (op.key.unit, op.key.piece)
+        self.swapper.out(place, self.compute.cuts[op.key.piece].saved[op.key.unit - 1])
 
-    def _input_in(self, op: Op) -> None:
-        block = op.key.unit - 1
-        arrived = self._device_inputs[op.key.unit] = []
-        with self.device.lane("to_gpu"):
-            for index, number, one in self._travelling(block):
-                slab = self._inputs.pop((block, index, number))
-                memory = self.device.empty(slab.num_bytes)
-                self.device.to_device(as_tensor(slab.view), memory)
-                slab.release()
-                assert one.dtype is not None
-                assert one.shape is not None
-                one.tensor = memory.view(one.dtype).view(one.shape)
-                arrived.append(memory)
+    def _act_write(self, op: Op) -> Handle:
+        return self.swapper.write((op.key.unit, op.key.piece))
 
-    def _travelling(self, block: int) -> Iterator[tuple[int, int, Input]]:
-        for index, cut in enumerate(self.compute.cuts):
-            for number, one in enumerate(cut.saved[block].inputs):
-                if one.leaf is not None:
-                    yield index, number, one
+    def _act_read(self, op: Op) -> Handle:
+        return self.swapper.read((op.key.unit, op.key.piece))
 
-    def _free_inputs(self, unit: int) -> None:
-        for memory in self._device_inputs.pop(unit, []):
-            self.device.free(memory)
+    def _act_in(self, op: Op) -> None:
+        self.swapper.back((op.key.unit, op.key.piece))
 
     def write_residents(self) -> None:
         """Write through what only lives in memory, with nothing under way."""
@@ -499,6 +473,10 @@ class Engine:
 @dataclass(frozen=True, slots=True)
 class _DeviceBuffer:
     tensor: Tensor
+
+
+def _target(buffer: HostBuffer | _DeviceBuffer | None) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8) if buffer is None else buffer.tensor
 
 
 def join(handles: Sequence[Handle]) -> Handle:

@@ -90,8 +90,11 @@ def records_of(layouts: Sequence[UnitLayout], *, gradients: bool) -> list[Record
     return records
 
 
-def model_size(layouts: Sequence[UnitLayout], *, tied: bool, tokens: int = 0) -> ModelSize:
-    """The numbers the plan works with. Forward FLOPs are 2 per parameter and token, none for embedding tables."""
+def model_size(layouts: Sequence[UnitLayout], *, tied: bool, tokens: int = 0, input_bytes: int = 0) -> ModelSize:
+    """The numbers the plan works with, for `tokens` in a step and this size of a block's input in a micro-batch.
+
+    Forward FLOPs are 2 per parameter and token, none for embedding tables.
+    """
     return ModelSize(
         tuple(
             UnitSize(
@@ -103,6 +106,7 @@ def model_size(layouts: Sequence[UnitLayout], *, tied: bool, tokens: int = 0) ->
                 forward_flops=0.0
                 if layout.spec.kind == "embedding"
                 else 2.0 * tokens * sum(p.num_elements for p in layout.spec.params if len(p.shape) >= 2),
+                input_bytes=input_bytes if layout.spec.kind == "block" else 0,
             )
             for layout in layouts
         ),

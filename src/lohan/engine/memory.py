@@ -87,21 +87,20 @@ def host_budget(
     *,
     total: int,
     max_tokens: int,
-    all_tokens: int,
     dtype: torch.dtype,
     separate_memory: bool,
 ) -> HostBudget:
-    """Split host memory between computing, block inputs and staging."""
-    inputs = len(units.blocks) * all_tokens * _hidden_size(model, units) * dtype.itemsize
+    """Split host memory between computing and staging."""
     largest = max(param.num_elements for param in units.params) * 4  # a norm is taken of a whole fp32 tensor
     if separate_memory:
-        return HostBudget(total=total, compute=_OVERHEAD_BYTES + largest, inputs=inputs + (inputs >> 4) + (4 << 20))
+        return HostBudget(total=total, compute=_OVERHEAD_BYTES + largest)
     busiest = max(_block_bytes(layouts, max_tokens, dtype), _outer_bytes(units, layouts, max_tokens, dtype))
-    compute = _OVERHEAD_BYTES + round((inputs + busiest) * _ALLOCATOR_SLACK)
-    return HostBudget(total=total, compute=compute, inputs=0)
+    compute = _OVERHEAD_BYTES + round(busiest * _ALLOCATOR_SLACK)
+    return HostBudget(total=total, compute=compute, slack=_ALLOCATOR_SLACK)
 
 
-def _hidden_size(model: nn.Module, units: Units) -> int:
+def hidden_size(model: nn.Module, units: Units) -> int:
+    """Elements of one token between two blocks."""
     config = getattr(model, "config", None)
     for name in ("hidden_size", "n_embd", "d_model"):
         size = getattr(config, name, None)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,18 @@ from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
 from lohan.engine.export import Progress, export_store
 from lohan.engine.layout import UnitLayout, model_size
-from lohan.engine.memory import Relief, bound_allocator, host_budget, resident_bytes
+from lohan.engine.memory import Relief, bound_allocator, hidden_size, host_budget, resident_bytes
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
+from lohan.engine.swap import open_scratch
 from lohan.engine.trace import Trace
 from lohan.errors import ConfigError, LohanError
 from lohan.models.units import Units
 from lohan.optim import LossScale, Updater
+from lohan.plan.activations import Activations
 from lohan.plan.fit import HostBudget, Wishes, fit_plan, staging_bytes
 from lohan.plan.pieces import PIECE_ELEMENTS
-from lohan.plan.plan import Plan
+from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import Key
 from lohan.sizes import parse_size
 from lohan.store import Arena, Files, Store
@@ -132,7 +134,8 @@ class Run:
         )
         try:
             with self.device.rng_state_guard():
-                engine.start(state, micro_batches, engine.scheduler.step(number, commit=commit))
+                ops = engine.scheduler.step(number, commit=commit, micro_batches=len(micro_batches))
+                engine.start(state, micro_batches, ops)
                 engine.wait(Key(number, "clip"))
             self._settle(engine, state)
         except BaseException as error:
@@ -202,17 +205,20 @@ class Run:
             if "labels" not in batch:
                 raise ConfigError(f"Micro-batch {index} has no labels. Pass input_ids, labels and attention_mask.")
         tokens = [int(batch["labels"].numel()) for batch in micro_batches]
-        shape = (max(tokens), sum(tokens))
+        shape = (max(tokens), sum(tokens), len(tokens))
         if self._engine is not None and all(new <= old for new, old in zip(shape, self._shape, strict=True)):
             return self._engine
         self._close_engine()
-        size = model_size(self.layouts, tied=bool(self.units.tied), tokens=sum(tokens))
+        dtype = self.settings.compute(self.device.name)
+        size = model_size(
+            self.layouts, tied=bool(self.units.tied), tokens=sum(tokens),
+            input_bytes=max(tokens) * hidden_size(self.model, self.units) * dtype.itemsize,
+        )  # fmt: skip
         budget = host_budget(
-            self.model, self.units, self.layouts, total=self._host_bytes, max_tokens=max(tokens),
-            all_tokens=sum(tokens), dtype=self.settings.compute(self.device.name),
+            self.model, self.units, self.layouts, total=self._host_bytes, max_tokens=max(tokens), dtype=dtype,
             separate_memory=self.device.separate_memory,
         )  # fmt: skip
-        plan = fit_plan(size, budget, self._wishes)
+        plan = fit_plan(size, budget, replace(self._wishes, micro_batches=len(tokens), activations=self._choose(size)))
         gradients = [layout.gradient_record for layout in self.layouts if layout.pieces.state_bytes]
         if plan.gradients_on_ssd and not all(self.store.layout.has(name) for name in gradients):
             raise ConfigError(
@@ -221,24 +227,44 @@ class Run:
             )
         self.plan, self._shape = plan, shape
         try:
-            arena = Arena(staging_bytes(size, plan) + budget.inputs)
+            arena = Arena(staging_bytes(size, plan))
             self._owned.callback(arena.close)
             self.device.pin(arena.memory)
             self._owned.callback(self.device.unpin, arena.memory)
             compute = Compute(
                 self.model, self.units, self.layouts, self.device,
-                compute_dtype=self.settings.compute(self.device.name), wire=self.settings.wire, seed=self.settings.seed,
+                compute_dtype=dtype, wire=self.settings.wire, seed=self.settings.seed, head_chunks=plan.head_chunks,
+                keep=[plan.keeps(unit) for unit in range(len(self.layouts))],
             )  # fmt: skip
+            scratch = self._owned.enter_context(self._open_scratch(plan, len(tokens)))
             self._engine = Engine(
                 compute=compute, device=self.device, store=self.store, arena=arena, updater=self._updater,
                 layouts=self.layouts, model=size, plan=plan, parameter_order=self._order,
-                weight_decay=self.settings.decay, relief=self._relief(budget),
+                weight_decay=self.settings.decay, relief=self._relief(budget), scratch=scratch,
             )  # fmt: skip
             self._engine.lanes.spans = self._trace.spans
         except BaseException:
             self._owned.close()
             raise
         return self._engine
+
+    def _choose(self, size: ModelSize) -> Activations:
+        """What happens to activations between forward and backward."""
+        if self._wishes.activations != Activations():
+            return self._wishes.activations
+        if not self.device.separate_memory:
+            return Activations()
+        return Activations(inputs=tuple("host" if unit.kind == "block" else "device" for unit in size.units))
+
+    def _open_scratch(self, plan: Plan, micro_batches: int) -> AbstractContextManager[Store | None]:
+        units = [unit for unit in range(len(self.layouts)) if "ssd" in plan.tiers(unit)]
+        return open_scratch(
+            [drive.directory for drive in self.store.drives],
+            plan,
+            [(unit, micro_batch) for unit in units for micro_batch in range(micro_batches)],
+            weights=[float(taken) for taken in self.store.layout.region_bytes],  # as measured when it was made
+            observer=self._trace.observe,
+        )
 
     def _relief(self, budget: HostBudget) -> Relief | None:
         """On `cpu` computing shares host memory: keep room in it for what the next unit takes."""
@@ -267,9 +293,9 @@ class Run:
         number = -self._evaluations
         with self.device.rng_state_guard():
             engine.put(engine.scheduler.drain())
-            ops = engine.scheduler.evaluate(number)
+            ops = engine.scheduler.evaluate(number, micro_batches=len(micro_batches))
             engine.put(ops, begin=lambda: engine.compute.begin(number, micro_batches, training=False))
-            engine.wait(Key(number, "forward", len(self.layouts) - 1))
+            engine.wait(Key(number, "forward", len(self.layouts) - 1, len(micro_batches) - 1))
         return _sum(engine.compute.losses)
 
     def commit(self, metadata: Mapping[str, Any] | None = None) -> None:
@@ -432,6 +458,7 @@ def open_run(
     clip: str = "auto",
     strategy: str = "lohan",
     left_units: int = 0,
+    activations: Activations | None = None,
     weights: Sequence[float] | None = None,
     virtual: VirtualOptions | None = None,
     keep_nothing_in_memory: bool = False,
@@ -467,6 +494,7 @@ def open_run(
     wishes = Wishes(
         separate_memory=device != "cpu", clip=clip if needs_clip else "none", versions=versions,
         commit_every=commit_every, strategy=strategy, left_units=left_units, keep_nothing=keep_nothing_in_memory,
+        activations=activations or Activations(),
     )  # fmt: skip
     recorded = Trace(None if trace is None else Path(trace))
     bound_allocator()

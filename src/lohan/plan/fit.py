@@ -10,9 +10,10 @@ Pure: numbers in, decision out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lohan.errors import PlanInfeasible
+from lohan.plan.activations import Activations
 from lohan.plan.plan import ModelSize, Plan
 from lohan.sizes import format_bytes
 
@@ -27,8 +28,8 @@ class HostBudget:
     compute: int
     """What computing holds outside of the slabs: everything on `cpu`, little elsewhere."""
 
-    inputs: int
-    """Block inputs that wait for backward in host memory."""
+    slack: float = 1.0
+    """On `cpu`: what the allocator makes of activations that wait for backward, over their own size."""
 
     @property
     def staging(self) -> int:
@@ -50,6 +51,9 @@ class Wishes:
     keep_nothing: bool = False
     """Let nothing stay in memory, however much is free: for tests and measurements."""
 
+    micro_batches: int = 1
+    activations: Activations = field(default_factory=Activations)
+
 
 def _slab_bytes(model: ModelSize, plan: Plan) -> tuple[int, int, int]:
     units = range(len(model.units))
@@ -63,6 +67,7 @@ def staging_bytes(model: ModelSize, plan: Plan) -> int:
     """What a plan takes of the staging arena."""
     weights, state, gradient = _slab_bytes(model, plan)
     total = plan.weights_slabs * weights + plan.state_slabs * state + plan.gradient_slabs * gradient
+    total += plan.host_bytes + plan.transit_slabs * _pages(plan.transit_bytes)
     for unit in plan.resident_weights:
         total += model.units[unit].weights_bytes
     for unit in plan.resident_state:
@@ -80,12 +85,12 @@ def undo_bytes(model: ModelSize, plan: Plan) -> int:
 
 def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
     """The plan of a run, or PlanInfeasible with the budget that would do."""
-    free = budget.staging - budget.inputs
     empty = frozenset(u for u, unit in enumerate(model.units) if not unit.weights_bytes)
     plan = Plan(
         strategy=wishes.strategy,
         separate_memory=wishes.separate_memory,
-        inputs_in_host=wishes.separate_memory,
+        inputs=wishes.activations.inputs,
+        kept=wishes.activations.kept,
         resident_weights=empty,
         resident_state=empty,
         separate_stage=wishes.strategy == "separate-stage",
@@ -94,6 +99,10 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         state_slabs=2,
         gradient_slabs=2,
     )
+    plan = _room_for_activations(model, plan, wishes)
+    waiting = waiting_bytes(model, plan, wishes.micro_batches, on_device=not plan.separate_memory)
+    waiting = 0 if plan.separate_memory else round(waiting * budget.slack)
+    free = budget.staging - waiting
     if wishes.clip != "none":
         mode = wishes.clip
         if mode == "auto":
@@ -112,12 +121,13 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         plan = in_ram if fits else replace(plan, gradients_on_ssd=True, gradient_slabs=3)
     needed = staging_bytes(model, plan)
     if needed > free:
+        activations = waiting + plan.host_bytes + plan.transit_slabs * plan.transit_bytes
+        least = needed + budget.compute + waiting
         raise PlanInfeasible(
-            f"host_memory is {format_bytes(budget.total)} and this run needs at least "
-            f"{format_bytes(needed + budget.compute + budget.inputs)}: {format_bytes(needed)} between SSD and device, "
-            f"{format_bytes(budget.compute)} to compute, {format_bytes(budget.inputs)} for block inputs.\n"
-            f"Set host_memory to {format_bytes((needed + budget.compute + budget.inputs) * 1.02)} or more, "
-            "or use fewer or shorter micro-batches."
+            f"host_memory is {format_bytes(budget.total)} and this run needs at least {format_bytes(least)}: "
+            f"{format_bytes(needed + waiting - activations)} between SSD and device, {format_bytes(budget.compute)} to "
+            f"compute, {format_bytes(activations)} for activations that wait for backward.\n"
+            f"Set host_memory to {format_bytes(least * 1.02)} or more, or use fewer or shorter micro-batches."
         )
     for better in (
         {"state_slabs": 4},
@@ -131,6 +141,38 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         if staging_bytes(model, candidate) <= free:
             plan = candidate
     return plan if wishes.keep_nothing else _keep_in_memory(model, plan, free)
+
+
+def waiting_bytes(model: ModelSize, plan: Plan, micro_batches: int, *, on_device: bool) -> int:
+    """Activations of a step that wait for backward in host memory, or on the device too."""
+    tiers = ("device", "host") if on_device else ("host",)
+    total = 0
+    for number, unit in enumerate(model.units):
+        if unit.kind != "block":
+            continue
+        total += unit.input_bytes if plan.input_tier(number) in tiers else 0
+        for op, tier in plan.keeps(number).items():
+            total += unit.operators[op].output_bytes if tier in tiers and op < len(unit.operators) else 0
+    return total * micro_batches
+
+
+def _room_for_activations(model: ModelSize, plan: Plan, wishes: Wishes) -> Plan:
+    """Host memory for what waits there, and for what passes through on its way to SSD."""
+    asked, transit, waiting = wishes.activations, 0, 0
+    for number, unit in enumerate(model.units):
+        sizes = [(unit.input_bytes, plan.input_tier(number))]
+        for op, tier in plan.keeps(number).items():
+            sizes.append((unit.operators[op].output_bytes if op < len(unit.operators) else 0, tier))
+        transit = max(transit, sum(-(-size // 64) * 64 for size, tier in sizes if tier == "ssd"))
+        waiting += sum(_pages(size) for size, tier in sizes if tier == "host" and unit.kind == "block")
+    transit = _pages(asked.transit_bytes if asked.transit_bytes is not None else transit)
+    waiting = asked.host_bytes if asked.host_bytes is not None else waiting * wishes.micro_batches
+    return replace(
+        plan,
+        transit_bytes=transit,
+        transit_slabs=4 if transit else 0,
+        host_bytes=waiting if plan.separate_memory else 0,
+    )
 
 
 def _keep_in_memory(model: ModelSize, plan: Plan, free: int) -> Plan:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lohan.profiles import OperatorProfile
+
+TIERS = ("device", "host", "ssd")
 CLIP_MODES = ("immediate", "deferred", "speculative")
 
 
@@ -22,6 +25,12 @@ class UnitSize:
     num_parameters: int
     forward_flops: float = 0.0
     """For one step's tokens, all micro-batches."""
+
+    input_bytes: int = 0
+    """A block's input, for one micro-batch."""
+
+    operators: tuple[OperatorProfile, ...] = ()
+    """The heavy ones, for one micro-batch; empty where they are not known."""
 
     @property
     def trained_pieces(self) -> tuple[int, ...]:
@@ -45,8 +54,30 @@ class Plan:
     separate_memory: bool = False
     """The device has memory of its own: weights, gradients and block inputs are copied."""
 
-    inputs_in_host: bool = False
-    """Block inputs wait for backward in host memory (only with separate memory)."""
+    inputs: tuple[str, ...] = ()
+    """Where each unit's input waits for backward: device, host or ssd. Left out: on the device."""
+
+    kept: tuple[tuple[tuple[int, str], ...], ...] = ()
+    """For each unit, the heavy operators whose outputs are kept for backward, and where: (number, tier). The others are
+    computed again. On a device without memory of its own, host and device are the same."""
+
+    head_chunks: int = 1
+    """Parts the head's loss is computed in, so that the logits are never whole in memory."""
+
+    swap_window: int = 2
+    """How many micro-batches' worth of activations may be on their way between device and host, each way."""
+
+    device_units: int = 2
+    """Units whose weights are on the device at once: one to compute with, one arriving."""
+
+    transit_slabs: int = 0
+    """Slabs for activations between device and SSD."""
+
+    transit_bytes: int = 0
+    """Of one: all that one micro-batch of one unit sends to SSD."""
+
+    host_bytes: int = 0
+    """Host memory for the activations that wait there."""
 
     resident_weights: frozenset[int] = frozenset()
     """Units whose wire weights stay in host memory."""
@@ -80,8 +111,23 @@ class Plan:
     def __post_init__(self) -> None:
         if self.clip not in CLIP_MODES:
             raise ValueError(f"clip is {self.clip!r}; it is one of {', '.join(CLIP_MODES)}")
+        tiers = {*self.inputs, *(tier for unit in self.kept for _, tier in unit)}
+        if not tiers <= set(TIERS):
+            raise ValueError(f"activations go to {', '.join(TIERS)}, not to {', '.join(sorted(tiers - set(TIERS)))}")
         if not self.resident_state <= self.resident_weights:
             raise ValueError("a unit whose state is resident has resident weights too")
+
+    def keeps(self, unit: int) -> dict[int, str]:
+        """The heavy operators of this unit whose outputs are kept, and where."""
+        return dict(self.kept[unit]) if unit < len(self.kept) else {}
+
+    def input_tier(self, unit: int) -> str:
+        return self.inputs[unit] if unit < len(self.inputs) else "device"
+
+    def tiers(self, unit: int) -> frozenset[str]:
+        """Where this unit's activations go that leave the device."""
+        away = {self.input_tier(unit), *self.keeps(unit).values()} - {"device"}
+        return frozenset(away if self.separate_memory else away - {"host"})
 
     def leaves(self, unit: int) -> bool:
         """Whether this unit's update waits for the next forward."""

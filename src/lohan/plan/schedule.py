@@ -4,12 +4,16 @@ The engine runs this list and the simulator runs the same list on a virtual cloc
 in the order given; an operation starts when all it waits for is done; nothing else orders anything. An
 operation without a lane (evict) happens by itself when its waits are over.
 
+Computing, and moving activations, is one operation for each unit and micro-batch (the key's piece is the micro-batch);
+all others are for a unit or one of its pieces. Activations have their own lanes to and from the SSD, because they wait
+for room on the device, and weights and state must not wait behind them.
+
 Reading order on the drive, backward: the weights of unit u - 1 come before the state of unit u, because
 the device needs them first; and reads never wait for the writes of earlier units, so the drive works while the
 update computes.
 
-    forward    read_weights -> to_gpu -> forward -> input_out
-    backward   read_weights -> to_gpu, input_in -> backward -> gradient -> norm
+    forward    read_weights -> to_gpu -> forward -> act_out -> act_write
+    backward   read_weights -> to_gpu, act_read -> act_in -> backward -> gradient -> norm
     update     read_state -> update -> write
     held       spill -> read_gradient (only when gradients wait on SSD)
 
@@ -22,15 +26,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lohan.plan.activations import recompute_flops
 from lohan.plan.plan import ModelSize, Plan
 
-LANES = ("gpu", "to_gpu", "to_host", "ssd_read", "ssd_write", "cpu_update")
+LANES = ("gpu", "to_gpu", "to_host", "ssd_read", "ssd_write", "cpu_update", "swap_in", "swap_out")
 _LANE = {
     "read_weights": "ssd_read",
     "to_gpu": "to_gpu",
     "forward": "gpu",
-    "input_out": "to_host",
-    "input_in": "to_gpu",
+    "act_out": "to_host",
+    "act_write": "swap_out",
+    "act_read": "swap_in",
+    "act_in": "to_gpu",
     "backward": "gpu",
     "gradient": "to_host",
     "spill": "ssd_write",
@@ -99,12 +106,17 @@ class Scheduler:
         self._backward_source: dict[int, Key | None] = {}
         """The buffers with the weights that backward works with, and who uses them."""
         self._backward_users: dict[int, list[Key]] = {}
+        self._micro_batches = 1
+        """Of the step being scheduled."""
+        self._computes: list[Key] = []
+        """What it computes, in order."""
 
     # -- one step -------------------------------------------------------------------------------------
 
-    def step(self, step: int, *, commit: bool) -> list[Op]:
+    def step(self, step: int, *, commit: bool, micro_batches: int = 1) -> list[Op]:
         """A training step. The updates it leaves come with the next step, or with drain()."""
         plan, units = self.plan, self.model.units
+        self._micro_batches, self._computes = micro_batches, []
         head = len(units) - 1
         self._accept()
         left, left_step = self._left, self._left_step
@@ -120,7 +132,7 @@ class Scheduler:
                 self._end_left()
                 self._add(Key(step, "begin"))
         self._commits = commit
-        self._offload_gradient(step, head, Key(step, "forward", head))  # the head's forward is its backward too
+        self._offload_gradient(step, head, self._computed(step, head))  # the head's forward is its backward too
         for unit in reversed(range(head)):
             self._fetch_for_backward(step, unit)
             self._finish_unit(step, unit + 1)
@@ -131,7 +143,7 @@ class Scheduler:
         if plan.separate_stage:
             for unit in range(len(units)):
                 if self._trained(unit) and not plan.leaves(unit):
-                    self._update(step, unit, "s", extra=(Key(step, "backward", 0),))
+                    self._update(step, unit, "s", extra=(self._computed(step, 0),))
         self._left = sorted(u for u in range(len(units)) if plan.leaves(u) and self._trained(u))
         self._left_step, self._left_commit = step, commit
         if commit and not self._left and plan.clip != "speculative":
@@ -194,8 +206,9 @@ class Scheduler:
         self._accept()
         return self._take()
 
-    def evaluate(self, step: int) -> list[Op]:
+    def evaluate(self, step: int, *, micro_batches: int = 1) -> list[Op]:
         """Forward only, on what training has made so far. `step` only has to be a number of its own."""
+        self._micro_batches, self._computes = micro_batches, []
         for unit in range(len(self.model.units)):
             self._forward(step, unit, updated=None, evaluate=True)
         return self._take()
@@ -220,36 +233,91 @@ class Scheduler:
         tied: Key | None = None
         if unit == head and self.model.tied and 0 not in plan.resident_weights:
             tied = self._read_weights(step, 0, "h")
-        compute_waits = [Key(step, "forward", unit - 1)] if unit else []
+        compute_waits: list[Key] = []
         users: list[Key] = []
         if plan.separate_memory:
-            copy = self._add(Key(step, "to_gpu", unit, -1, "f"), waits, source=source, num_bytes=self._bytes(unit))
+            room = self._room_for_weights(step, unit)
+            copy = self._add(
+                Key(step, "to_gpu", unit, -1, "f"), [*waits, *room], source=source, num_bytes=self._bytes(unit)
+            )
             compute_waits.append(copy)
             users.append(copy)
             if unit == head and self.model.tied:
                 fresh_tied = [self._last_update[0, p] for p in units[0].trained_pieces if (0, p) in self._last_update]
                 tied_waits = [tied] if tied is not None else fresh_tied
-                copy = self._add(Key(step, "to_gpu", 0, -1, "h"), tied_waits, source=tied, num_bytes=self._bytes(0))
+                key = Key(step, "to_gpu", 0, -1, "h")
+                copy = self._add(key, [*tied_waits, *room], source=tied, num_bytes=self._bytes(0))
                 compute_waits.append(copy)
                 if tied is not None:
                     self._evict(tied, [copy])
                 tied = None
         else:
             compute_waits += waits + ([tied] if tied is not None else [])
-        flops = units[unit].forward_flops * (3 if unit == head and not evaluate else 1)
-        forward = self._add(Key(step, "forward", unit), compute_waits, source=source, flops=flops)
+        flops = units[unit].forward_flops * (3 if unit == head and not evaluate else 1) / self._micro_batches
+        for micro_batch in range(self._micro_batches):
+            self._forward_one(step, unit, micro_batch, compute_waits, source, flops, evaluate=evaluate)
+            compute_waits = []
+        last = self._computes[-1]
         if not plan.separate_memory:
-            users.append(forward)
+            users.append(last)
             if tied is not None:
-                self._evict(tied, [forward])
-        if plan.separate_memory and plan.inputs_in_host and units[unit].kind == "block" and not evaluate:
-            self._add(Key(step, "input_out", unit), [forward])
+                self._evict(tied, [last])
         if updated is not None:
             users += [self._last_write[unit, piece] for piece in units[unit].trained_pieces]
         if unit == head and not evaluate:
             self._backward_source[unit], self._backward_users[unit] = source, users  # kept for the head's update
         elif source is not None:
             self._evict(source, users)
+
+    def _forward_one(
+        self,
+        step: int,
+        unit: int,
+        micro_batch: int,
+        waits: Iterable[Key],
+        source: Key | None,
+        flops: float,
+        *,
+        evaluate: bool,
+    ) -> None:
+        """A unit's forward for one micro-batch, and what it sends away."""
+        plan, key = self.plan, Key(step, "forward", unit, micro_batch)
+        before = [Key(step, "forward", unit - 1, micro_batch)] if unit else []
+        tiers = frozenset() if evaluate else self._tiers(unit)
+        if tiers and len(self._computes) >= plan.swap_window:  # room for what this one sends away
+            earlier = self._computes[len(self._computes) - plan.swap_window]
+            if self._tiers(earlier.unit):
+                before.append(Key(step, "act_out", earlier.unit, earlier.piece))
+        self._add(key, [*before, *waits], source=source, flops=flops)
+        self._computes.append(key)
+        if not tiers:
+            return
+        away, to_ssd = self._moved_bytes(unit)
+        out = self._add(Key(step, "act_out", unit, micro_batch), [key], num_bytes=away)
+        if "ssd" in tiers:
+            self._add(Key(step, "act_write", unit, micro_batch), [out], num_bytes=to_ssd)
+
+    def _tiers(self, unit: int) -> frozenset[str]:
+        return self.plan.tiers(unit) if self.model.units[unit].kind == "block" else frozenset()
+
+    def _moved_bytes(self, unit: int) -> tuple[int, int]:
+        """What one micro-batch of a unit sends away from the device, and how much of that goes on to SSD."""
+        plan, size = self.plan, self.model.units[unit]
+        sizes = [(size.input_bytes, plan.input_tier(unit))]
+        for op, tier in plan.keeps(unit).items():
+            if op < len(size.operators):
+                sizes.append((size.operators[op].output_bytes, tier))
+        tiers = self._tiers(unit)
+        return sum(b for b, tier in sizes if tier in tiers), sum(b for b, tier in sizes if tier == "ssd")
+
+    def _room_for_weights(self, step: int, unit: int, *, backward: bool = False) -> list[Key]:
+        """Weights come to the device when the unit that much earlier has been computed and has made room."""
+        head = len(self.model.units) - 1
+        stage = (2 * head - unit if backward else unit) - self.plan.device_units
+        if stage < 0:
+            return []
+        kind, which = ("forward", stage) if stage <= head else ("backward", 2 * head - stage)
+        return [Key(step, kind, which, self._micro_batches - 1)]
 
     def _fetch_for_backward(self, step: int, unit: int) -> None:
         plan, size = self.plan, self.model.units[unit]
@@ -260,11 +328,9 @@ class Scheduler:
             source = self._read_weights(step, unit, "b")
         if plan.separate_memory and size.kind == "block":
             waits = [source] if source is not None else []
-            users.append(
-                self._add(Key(step, "to_gpu", unit, -1, "b"), waits, source=source, num_bytes=self._bytes(unit))
-            )
-            if plan.inputs_in_host:
-                self._add(Key(step, "input_in", unit), [Key(step, "input_out", unit)])
+            waits += self._room_for_weights(step, unit, backward=True)
+            key = Key(step, "to_gpu", unit, -1, "b")
+            users.append(self._add(key, waits, source=source, num_bytes=self._bytes(unit)))
         self._backward_source[unit], self._backward_users[unit] = source, users
 
     def _backward(self, step: int, unit: int) -> None:
@@ -274,13 +340,33 @@ class Scheduler:
         if size.kind == "block":
             if plan.separate_memory:
                 waits.append(Key(step, "to_gpu", unit, -1, "b"))
-                if plan.inputs_in_host:
-                    waits.append(Key(step, "input_in", unit))
             elif source is not None:
                 waits.append(source)
-        backward = self._add(Key(step, "backward", unit), waits, source=source, flops=3 * size.forward_flops)
-        self._backward_users[unit].append(backward)
-        self._offload_gradient(step, unit, backward)
+        above = unit + plan.device_units
+        if plan.separate_memory and above < len(self.model.units) and self._trained(above):
+            waits.append(Key(step, "gradient", above))  # room on the device for this one's
+        forward = size.forward_flops / self._micro_batches
+        again = recompute_flops(size.operators, plan.keeps(unit)) if size.operators else forward
+        for micro_batch in range(self._micro_batches):
+            if self._tiers(unit):
+                waits.append(self._bring_back(step, unit, micro_batch))
+            key = Key(step, "backward", unit, micro_batch)
+            self._add(key, waits, source=source, flops=2 * forward + again)
+            self._computes.append(key)
+            waits = []
+        self._backward_users[unit].append(self._computes[-1])
+        self._offload_gradient(step, unit, self._computes[-1])
+
+    def _bring_back(self, step: int, unit: int, micro_batch: int) -> Key:
+        """What was sent away comes back while the operation before is computed."""
+        back, to_ssd = self._moved_bytes(unit)
+        waits = [Key(step, "act_out", unit, micro_batch)]
+        if "ssd" in self._tiers(unit):
+            written = Key(step, "act_write", unit, micro_batch)
+            waits = [self._add(Key(step, "act_read", unit, micro_batch), [written], num_bytes=to_ssd)]
+        if len(self._computes) >= self.plan.swap_window:
+            waits.append(self._computes[len(self._computes) - self.plan.swap_window])
+        return self._add(Key(step, "act_in", unit, micro_batch), waits, num_bytes=back)
 
     def _offload_gradient(self, step: int, unit: int, computed: Key) -> None:
         if not self._trained(unit):
@@ -392,7 +478,9 @@ class Scheduler:
         self._evict(self._gradient.pop(unit), self._gradient_users.pop(unit))
 
     def _computed(self, step: int, unit: int) -> Key:
-        return Key(step, "forward" if unit == len(self.model.units) - 1 else "backward", unit)
+        """The operation that ends a unit's gradient."""
+        kind = "forward" if unit == len(self.model.units) - 1 else "backward"
+        return Key(step, kind, unit, self._micro_batches - 1)
 
     def _trained(self, unit: int) -> bool:
         return bool(self.model.units[unit].trained_pieces)

@@ -34,6 +34,15 @@ Loss
 
     The reported loss is the sum, in order, of the micro-batch losses as Python floats, before loss scaling.
 
+The head in chunks
+    With `head_chunks` = n above 1 the tokens of a micro-batch, batch and sequence flattened, are cut by
+    `torch.chunk(n)`. Each chunk has its own logits, all that the model does to them, and the sum of its
+    cross-entropies; these sums are added in order and the whole is divided and weighed as above. Each
+    chunk has its own backward, with the factor that it has in the loss: `scale / num_items_in_batch`, or
+    `scale * share / labels of the micro-batch`. The hidden states' gradients are put together again. The
+    output weight's gradient is summed over chunks as over micro-batches: the first chunk of the first
+    micro-batch is a product, `mm`, the others are added to it by `addmm_`.
+
 Random numbers
     `torch.manual_seed(unit_seed(seed, step, micro_batch, unit))` before each unit. Unit 0 is everything
     before the first block and is seeded at the start of the model's forward, unit i + 1 is block i and
@@ -77,6 +86,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, get_scheduler
 
+from lohan.testing.oracle_head import balancing_loss, head_in_chunks
+
 MicroBatch = Mapping[str, Any]
 
 _INITIAL_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000  # torch.amp.GradScaler's defaults
@@ -117,6 +128,7 @@ class Oracle:
         frozen: Callable[[str], bool] | str | None = None,
         decays: Callable[[str, Tensor], bool] | None = None,
         seed: int = 0,
+        head_chunks: int = 1,
     ) -> None:
         """`frozen` is a predicate or a regular expression searched in the parameter's name."""
         if wire_dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -125,6 +137,8 @@ class Oracle:
             raise ValueError(f"state_format is {state_format!r}. Choose fp32, split or bf16-moments.")
         if state_format == "split" and wire_dtype != torch.bfloat16:
             raise ValueError(f"state_format 'split' needs a bfloat16 wire, and wire_dtype is {wire_dtype}.")
+        if head_chunks > 1 and grad_dtype not in (None, compute_dtype):
+            raise ValueError(f"head_chunks sums in the compute dtype {compute_dtype}, and grad_dtype is {grad_dtype}.")
         self.model = _own_copy(model)
         self.num_steps = 0
         """Steps taken so far, skipped ones included."""
@@ -142,6 +156,7 @@ class Oracle:
         self._schedule = _named_schedule(lr_schedule, warmup_steps, total_steps)
         self._round_moments = state_format == "bf16-moments"
         self._seed = seed
+        self._head_chunks = head_chunks
         self._takes_num_items = _takes_num_items(self.model)
         self._blocks = find_blocks(self.model)
 
@@ -167,11 +182,15 @@ class Oracle:
             self.model.train()
             for index, micro_batch in enumerate(micro_batches):
                 with self._seeding(index):
-                    loss = self._loss(micro_batch, num_labels)
+                    if self._head_chunks == 1:
+                        loss = self._loss(micro_batch, num_labels)
+                        to_push, gradients = [loss if self.scale is None else loss * self.scale], None
+                    else:
+                        loss, to_push, gradients = self._chunked_loss(micro_batch, num_labels, sums)
                 losses.append(loss.item())
                 if self.scale is None and not math.isfinite(losses[-1]):
                     raise FloatingPointError(f"Step {self.num_steps}, micro-batch {index}: the loss is {losses[-1]}.")
-                (loss if self.scale is None else loss * self.scale).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(to_push, gradients)
                 self._add_gradients(sums)
             grad_norm = self._update(sums)
         return OracleStep(loss=_ordered_sum(losses), grad_norm=grad_norm, skipped=grad_norm is None)
@@ -181,7 +200,10 @@ class Oracle:
         num_labels = _num_labels(micro_batches)
         self.model.eval()
         with torch.random.fork_rng(), torch.no_grad():
-            losses = [self._loss(micro_batch, num_labels).item() for micro_batch in micro_batches]
+            if self._head_chunks == 1:
+                losses = [self._loss(micro_batch, num_labels).item() for micro_batch in micro_batches]
+            else:
+                losses = [self._chunked_loss(one, num_labels, None)[0].item() for one in micro_batches]
         return _ordered_sum(losses)
 
     def weights(self) -> dict[str, Tensor]:
@@ -215,6 +237,34 @@ class Oracle:
         if self._takes_num_items:
             return loss
         return loss * (_num_labels([micro_batch]).item() / num_labels.item())
+
+    def _chunked_loss(
+        self, micro_batch: MicroBatch, num_labels: Tensor, sums: dict[nn.Parameter, Tensor] | None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+        """The loss, and what to send backward with which gradients. The head's own gradients are in `sums` by then."""
+        model: Any = self.model
+        extra = {"output_router_logits": True} if getattr(model.config, "output_router_logits", False) else {}
+        outputs = model.base_model(**{key: value for key, value in micro_batch.items() if key != "labels"}, **extra)
+        hidden = outputs.last_hidden_state
+        factor = torch.ones(()) if self.scale is None else torch.ones(()) * self.scale
+        if self._takes_num_items:
+            share, divisor = 1.0, num_labels
+        else:
+            divisor = _num_labels([micro_batch])
+            share = divisor.item() / num_labels.item()
+        factor = factor * share / divisor
+        labels = nn.functional.pad(micro_batch["labels"], (0, 1), value=-100)[..., 1:].flatten()
+        rows = hidden.detach().flatten(0, -2)
+        total, gradient = head_in_chunks(model, rows, labels, factor, self._head_chunks, sums)
+        loss = total / divisor * share
+        to_push: list[Tensor] = [hidden] if hidden.requires_grad else []
+        gradients: list[Tensor | None] = [gradient.view_as(hidden)] if to_push else []
+        if extra:
+            added = balancing_loss(model.config, outputs.router_logits, micro_batch.get("attention_mask"))
+            loss = loss + added.detach()
+            to_push.append(added if self.scale is None else added * self.scale)
+            gradients.append(None)
+        return loss, to_push, gradients
 
     @contextmanager
     def _seeding(self, micro_batch: int) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""How fast each lane works while certain others do: the machine, as rates for every set of busy lanes.
+"""How fast each part of a machine works while certain others do: rates for every set of busy parts.
 
-Lanes share things. Both links share a bus (`duplex_share`). Reads and writes share the drives: each gets half of the
+Parts share things. Both links share a bus (`duplex_share`). Reads and writes share the drives: each gets half of the
 time, unless the machine says what both reach together; nothing passes `array_bytes_per_second`. Checksums are computed
 by the cores, so on every byte the drives move the update loses a little of them, and so does compute where it runs on
 the same cores.
@@ -11,10 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lohan.plan.schedule import LANES
 from lohan.profiles import DriveProfile, MachineProfile
 
-GPU, TO_GPU, TO_HOST, READ, WRITE, CPU = range(len(LANES))
+NUM_SERVERS = 6
+GPU, TO_GPU, TO_HOST, READ, WRITE, CPU = range(NUM_SERVERS)
+SERVER_OF_LANE = {
+    "gpu": GPU, "to_gpu": TO_GPU, "to_host": TO_HOST, "ssd_read": READ, "ssd_write": WRITE, "cpu_update": CPU,
+    "swap_in": READ, "swap_out": WRITE,
+}  # fmt: skip
+"""What does the work of a lane. The drives do that of four: reads of all lanes queue together, and so do writes."""
+
 _LEAST_CORES = 0.05
 """Of the cores, left to compute however fast the drives are: picked by feel, only keeps a rate from being zero."""
 
@@ -52,12 +58,12 @@ def drive_rates(drives: Sequence[DriveProfile], array_bytes_per_second: float | 
     return DriveRates(read, write, both_read, both_write)
 
 
-def lane_rates(machine: MachineProfile) -> list[tuple[float, ...]]:
-    """For every set of busy lanes (bit i: lane i of LANES) the rate of each lane: seconds or bytes done per second."""
+def server_rates(machine: MachineProfile) -> list[tuple[float, ...]]:
+    """For every set of busy servers (bit i: server i) the rate of each: seconds or bytes of work done per second."""
     drives = drive_rates(machine.drives, machine.array_bytes_per_second)
     hashed = machine.checksum_bytes_per_second
-    table = []
-    for busy in range(1 << len(LANES)):
+    table: list[tuple[float, ...]] = []
+    for busy in range(1 << NUM_SERVERS):
         both_ways = busy >> TO_GPU & 1 and busy >> TO_HOST & 1
         duplex = machine.duplex_share if both_ways else 1.0
         reads, writes = bool(busy >> READ & 1), bool(busy >> WRITE & 1)

@@ -19,7 +19,17 @@ from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import LANES, Key, Scheduler
 from lohan.profiles import MachineProfile
 from lohan.sim.op import AnyOp, SimOp
-from lohan.sim.rates import CPU, GPU, READ, TO_GPU, TO_HOST, WRITE, lane_rates
+from lohan.sim.rates import (
+    CPU,
+    GPU,
+    NUM_SERVERS,
+    READ,
+    SERVER_OF_LANE,
+    TO_GPU,
+    TO_HOST,
+    WRITE,
+    server_rates,
+)
 from lohan.sim.timeline import Timeline
 
 NORM_SHARE = 0.15
@@ -27,7 +37,10 @@ NORM_SHARE = 0.15
 and widens them to f32. Reckoned from bytes, not measured."""
 
 _LANE_NUMBER = {name: number for number, name in enumerate(LANES)}
-_WEIGHTS, _STATE, _GRADIENT = 0, 1, 2
+_SERVERS = [SERVER_OF_LANE[name] for name in LANES]
+_COMPUTING = [number for number, server in enumerate(_SERVERS) if server in (GPU, CPU)]
+_OTHERS = [number for number, server in enumerate(_SERVERS) if server not in (GPU, CPU)]
+_WEIGHTS, _STATE, _GRADIENT, _TRANSIT = range(4)
 _LEASES = {"read_weights": _WEIGHTS, "read_state": _STATE, "gradient": _GRADIENT, "read_gradient": _GRADIENT}
 
 
@@ -40,6 +53,7 @@ def simulate_steps(
     plan: Plan,
     machine: MachineProfile,
     *,
+    micro_batches: int = 1,
     steps: int = 4,
     commit: bool = True,
     barrier: bool = False,
@@ -48,7 +62,7 @@ def simulate_steps(
     scheduler = Scheduler(model, plan)
     puts: list[Sequence[AnyOp]] = []
     for step in range(1, steps + 1):
-        puts.append(scheduler.step(step, commit=commit))
+        puts.append(scheduler.step(step, commit=commit, micro_batches=micro_batches))
         if plan.clip == "speculative":
             puts.append(scheduler.settle(step, redo=False, skip=False))
     return simulate(puts, machine, model=model, plan=plan, barrier=barrier)
@@ -61,15 +75,17 @@ def simulate(
     model: ModelSize,
     plan: Plan,
     barrier: bool = False,
+    norm_share: float = NORM_SHARE,
 ) -> Timeline:
     """Run lists of operations, as they would be put on the lanes call by call.
 
     `barrier`: a put starts when everything before it is done, instead of when the last clip before it is.
+    `norm_share`: of an update's time, what the norm of the same gradient takes.
     """
     ops = [op for put in puts for op in put]
     index = {op.key: number for number, op in enumerate(ops)}
     lanes = [_LANE_NUMBER.get(op.lane, -1) for op in ops]
-    work = _work(ops, lanes, machine, model)
+    work = _work(ops, lanes, machine, model, norm_share)
     lease, release = _slabs(ops, index)
     dependents: list[list[int]] = [[] for _ in ops]
     left = [0] * len(ops)
@@ -85,25 +101,26 @@ def simulate(
         if lane >= 0:
             order[lane].append(number)
 
-    table = lane_rates(machine)
-    members = [tuple(lane for lane in range(len(LANES)) if busy >> lane & 1) for busy in range(1 << len(LANES))]
-    shared_cores = not machine.separate_memory
-    free = [plan.weights_slabs, plan.state_slabs, plan.gradient_slabs]
+    table = server_rates(machine)
+    members = [tuple(server for server in range(NUM_SERVERS) if busy >> server & 1) for busy in range(1 << NUM_SERVERS)]
+    turns = 0 if machine.separate_memory else 1 << GPU | 1 << CPU
+    # A plan without slabs for activations on their way has not counted them.
+    free = [plan.weights_slabs, plan.state_slabs, plan.gradient_slabs, plan.transit_slabs or len(ops)]
     start, service, end = [0.0] * len(ops), [0.0] * len(ops), [0.0] * len(ops)
     position = [0] * len(LANES)
-    current = [-1] * len(LANES)
-    remaining = [0.0] * len(LANES)
-    queues: tuple[deque[int], deque[int]] = (deque(), deque())
+    current = [-1] * NUM_SERVERS
+    remaining = [0.0] * NUM_SERVERS
+    queues: list[deque[int]] = [deque() for _ in range(NUM_SERVERS)]
+    looks = (*_OTHERS, *_COMPUTING), (*_OTHERS, *reversed(_COMPUTING))
     limit = list(limits[0])
     gate = 0
     released = [0.0]
     num_done = 0
     busy = 0
     now = 0.0
-    after = CPU
-    finished: list[int] = []
+    computed_last = CPU
     # Operations without a lane and without waits, which only a hand-made schedule has.
-    finished += [number for number, lane in enumerate(lanes) if lane < 0 and not left[number]]
+    finished = [number for number, lane in enumerate(lanes) if lane < 0 and not left[number]]
 
     while True:
         # What has just ended, and all that ends with it at the same moment.
@@ -122,50 +139,32 @@ def simulate(
                 gate += 1
                 limit = limits[gate]
                 released.append(now)
-        # What can start now. Only heads of lanes can, so six looks are enough.
-        first, second = (CPU, GPU) if after == GPU else (GPU, CPU)
-        for lane in (READ, WRITE, TO_GPU, TO_HOST, first, second):
+        # What can start now: only heads of lanes. Who computed last gives the other its turn.
+        for lane in looks[computed_last == GPU]:
             here = position[lane]
-            if lane in (READ, WRITE):
-                queue = queues[lane - READ]
-                line = order[lane]
-                while here < limit[lane]:
-                    number = line[here]
-                    if left[number]:
+            server = _SERVERS[lane]
+            issues = server in (READ, WRITE)
+            while here < limit[lane] and (issues or current[server] < 0):
+                number = order[lane][here]
+                if left[number] or (busy & turns and not issues and 1 << server & turns):
+                    break
+                pool = lease[number]
+                if pool >= 0:
+                    if not free[pool]:
                         break
-                    pool = lease[number]
-                    if pool >= 0:
-                        if not free[pool]:
-                            break
-                        free[pool] -= 1
-                    here += 1
-                    start[number] = service[number] = now
-                    if work[number] <= 0.0:
-                        finished.append(number)
-                    elif current[lane] < 0:
-                        current[lane], remaining[lane] = number, work[number]
-                        busy |= 1 << lane
-                    else:
-                        queue.append(number)
-                position[lane] = here
-                continue
-            if current[lane] >= 0 or here >= limit[lane]:
-                continue
-            number = order[lane][here]
-            if left[number] or (shared_cores and lane in (GPU, CPU) and busy & (1 << GPU | 1 << CPU)):
-                continue
-            pool = lease[number]
-            if pool >= 0:
-                if not free[pool]:
-                    continue
-                free[pool] -= 1
-            position[lane] = here + 1
-            start[number] = service[number] = now
-            if work[number] <= 0.0:
-                finished.append(number)
-            else:
-                current[lane], remaining[lane] = number, work[number]
-                busy |= 1 << lane
+                    free[pool] -= 1
+                here += 1
+                start[number] = service[number] = now
+                if work[number] <= 0.0:
+                    finished.append(number)
+                    if not issues:
+                        break
+                elif current[server] < 0:
+                    current[server], remaining[server] = number, work[number]
+                    busy |= 1 << server
+                else:
+                    queues[server].append(number)
+            position[lane] = here
         if finished:
             continue
         if not busy:
@@ -174,24 +173,27 @@ def simulate(
         rates = table[busy]
         active = members[busy]
         step_seconds, soonest = float("inf"), -1
-        for lane in active:
-            seconds = remaining[lane] / rates[lane]
+        for server in active:
+            seconds = remaining[server] / rates[server]
             if seconds < step_seconds:
-                step_seconds, soonest = seconds, lane
+                step_seconds, soonest = seconds, server
         now += step_seconds
-        for lane in active:
-            remaining[lane] -= step_seconds * rates[lane]
+        for server in active:
+            remaining[server] -= step_seconds * rates[server]
         finished.append(current[soonest])
-        after = soonest if soonest in (GPU, CPU) else after
-        if soonest in (READ, WRITE) and queues[soonest - READ]:
-            number = queues[soonest - READ].popleft()
+        if soonest in (GPU, CPU):
+            computed_last = soonest
+        if queues[soonest]:
+            number = queues[soonest].popleft()
             current[soonest], remaining[soonest], service[number] = number, work[number], now
         else:
             current[soonest] = -1
             busy ^= 1 << soonest
 
     if num_done < len(ops):
-        stuck = [ops[order[lane][position[lane]]].key for lane in range(len(LANES)) if position[lane] < limit[lane]]
+        stuck = [
+            tuple(ops[order[lane][position[lane]]].key) for lane in range(len(LANES)) if position[lane] < limit[lane]
+        ]
         raise StandStill(
             f"{len(ops) - num_done} of {len(ops)} operations never start; next on their lanes: {stuck}; "
             f"free slabs (weights, state, gradient): {free}"
@@ -200,7 +202,9 @@ def simulate(
     return Timeline(ops, lanes, start, service, end, sizes, released, barrier)
 
 
-def _work(ops: Sequence[AnyOp], lanes: Sequence[int], machine: MachineProfile, model: ModelSize) -> list[float]:
+def _work(
+    ops: Sequence[AnyOp], lanes: Sequence[int], machine: MachineProfile, model: ModelSize, norm_share: float
+) -> list[float]:
     """Seconds for the computing lanes, bytes for the others."""
     # Parameters per byte of state, of each unit.
     per_byte = [unit.num_parameters / max(sum(unit.state_bytes), 1) for unit in model.units]
@@ -211,21 +215,22 @@ def _work(ops: Sequence[AnyOp], lanes: Sequence[int], machine: MachineProfile, m
     work = []
     for op, lane in zip(ops, lanes, strict=True):
         amount = 0.0
-        if lane == GPU:
+        server = _SERVERS[lane] if lane >= 0 else -1
+        if server == GPU:
             amount = op.flops * per_flop + overhead
-        elif lane in (TO_GPU, TO_HOST):
-            amount = op.num_bytes + overhead * rates[lane]
-        elif lane == CPU:
+        elif server in (TO_GPU, TO_HOST):
+            amount = op.num_bytes + overhead * rates[server]
+        elif server == CPU:
             kind = op.key.kind
             if kind == "update":
                 amount = op.num_bytes * per_byte[op.key.unit] * per_parameter
             elif kind == "norm":
-                amount = parameters[op.key.unit] * per_parameter * NORM_SHARE
+                amount = parameters[op.key.unit] * per_parameter * norm_share
             amount += overhead
-        elif lane in (READ, WRITE):
+        elif server in (READ, WRITE):
             amount = float(op.num_bytes)
         if isinstance(op, SimOp) and op.seconds:
-            assert lane in (GPU, CPU), "only computing lanes are counted in seconds"
+            assert server in (GPU, CPU), "only computing lanes are counted in seconds"
             amount += op.seconds
         work.append(amount)
     return work
@@ -245,6 +250,15 @@ def _slabs(ops: Sequence[AnyOp], index: dict[Key, int]) -> tuple[list[int], list
                 release[number] = _STATE
         elif kind in ("forward", "backward"):
             last_compute[key.step, key.unit] = number
+        elif kind == "act_out":
+            # On its way to SSD an activation is in a slab from its copy to the end of its write, and the same back.
+            lease[number] = _TRANSIT if key._replace(kind="act_write") in index else -1
+        elif kind == "act_in":
+            release[number] = _TRANSIT if key._replace(kind="act_read") in index else -1
+        elif kind == "act_write":
+            release[number] = _TRANSIT
+        elif kind == "act_read":
+            lease[number] = _TRANSIT
     for number, op in enumerate(ops):
         if op.key.kind != "evict" or op.source is None or op.source.kind not in _LEASES:
             continue

@@ -49,4 +49,6 @@ def _size_unit(
         state_bytes=tuple(round(number * state_bytes) for number in elements),
         num_parameters=count,
         forward_flops=unit.forward_flops * num_micro_batches,
+        input_bytes=unit.input_bytes,
+        operators=unit.operators,
     )

@@ -12,6 +12,7 @@ from typing import Any
 from lohan.engine.trace import Span, Step, to_chrome
 from lohan.plan.schedule import LANES
 from lohan.sim.op import AnyOp
+from lohan.sim.rates import READ, SERVER_OF_LANE, WRITE
 
 
 class Timeline:
@@ -66,7 +67,7 @@ class Timeline:
         """What one step in the steady state moves over each lane that moves bytes."""
         last = max((op.key.step for op in self.ops if op.key.kind == "clip"), default=-1)
         size = 0
-        moved = dict.fromkeys(("to_gpu", "to_host", "ssd_read", "ssd_write"), 0)
+        moved = dict.fromkeys((lane for lane in LANES if lane not in ("gpu", "cpu_update")), 0)
         for put in self._puts:
             ops = self.ops[size : size + put]
             size += put
@@ -81,7 +82,7 @@ class Timeline:
         """Of the last whole step, how long the drives had anything to do, reading or writing."""
         first, last = self.window
         total, reached = 0.0, first
-        drives = (LANES.index("ssd_read"), LANES.index("ssd_write"))
+        drives = [number for number, lane in enumerate(LANES) if SERVER_OF_LANE[lane] in (READ, WRITE)]
         served = zip(self._lanes, self.service, self.end, strict=True)
         for begin, end in sorted((begin, end) for lane, begin, end in served if lane in drives):
             until = min(end, last)
@@ -92,8 +93,10 @@ class Timeline:
 
     @property
     def bottleneck(self) -> str:
-        """What works most of the last whole step: a lane, or `ssd` for the drives, which both of their lanes share."""
-        busy = {lane: seconds for lane, seconds in self.busy_seconds().items() if not lane.startswith("ssd")}
+        """What works most of the last whole step: a lane, or `ssd` for the drives, which all of their lanes share."""
+        busy = {
+            lane: seconds for lane, seconds in self.busy_seconds().items() if SERVER_OF_LANE[lane] not in (READ, WRITE)
+        }
         busy["ssd"] = self.drive_seconds()
         return max(busy, key=lambda name: busy[name])
 

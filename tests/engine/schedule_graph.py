@@ -7,7 +7,7 @@ of step() waits for it.
 
 from collections import deque
 
-ASYNCHRONOUS = {"read_weights", "read_gradient", "read_state", "write", "spill", "commit"}
+ASYNCHRONOUS = {"read_weights", "read_gradient", "read_state", "write", "spill", "commit", "act_write", "act_read"}
 
 
 class Graph:

@@ -40,6 +40,9 @@ model_sizes = st.builds(
 ).filter(lambda model: any(unit.trained_pieces for unit in model.units))
 
 
+tiers = st.sampled_from(["device", "host", "ssd"])
+
+
 @st.composite
 def models_and_plans(draw):
     """A model and any plan for it, with the least slabs that fit_plan would ever give."""
@@ -51,7 +54,12 @@ def models_and_plans(draw):
     separate = draw(st.booleans())
     plan = Plan(
         separate_memory=separate,
-        inputs_in_host=separate,
+        inputs=tuple(draw(tiers) for _ in units),
+        kept=tuple(((0, draw(tiers)),) if draw(st.booleans()) else () for _ in units),
+        transit_slabs=1,
+        transit_bytes=PAGE,
+        swap_window=draw(st.integers(1, 3)),
+        device_units=draw(st.integers(1, 2)),
         resident_weights=frozenset(weights),
         resident_state=frozenset(state),
         clip=draw(st.sampled_from(["immediate", "deferred", "speculative"])),
@@ -69,18 +77,18 @@ def models_and_plans(draw):
 
 
 stories = st.lists(
-    st.tuples(st.booleans(), st.sampled_from(["kept", "kept", "redone", "skipped"]), st.booleans()),
+    st.tuples(st.booleans(), st.sampled_from(["kept", "kept", "redone", "skipped"]), st.booleans(), st.integers(1, 3)),
     min_size=1,
     max_size=4,
 )
-"""For each step: whether it is committed, how it ends, and whether an evaluation follows."""
+"""For each step: whether it is committed, how it ends, whether an evaluation follows, and its micro-batches."""
 
 
 def tell(model, plan, story):
     """What a run puts on the lanes, call by call, and how often each step's pieces must be updated."""
     scheduler, puts, expected = Scheduler(model, plan), [], {}
-    for step, (commit, end, evaluate) in enumerate(story, 1):
-        puts.append(scheduler.step(step, commit=commit))
+    for step, (commit, end, evaluate, micro_batches) in enumerate(story, 1):
+        puts.append(scheduler.step(step, commit=commit, micro_batches=micro_batches))
         expected[step] = 1
         if plan.clip == "speculative":
             puts.append(scheduler.settle(step, redo=end == "redone", skip=end == "skipped"))
@@ -89,7 +97,7 @@ def tell(model, plan, story):
             expected[step] = 0
         if evaluate:
             puts.append(scheduler.drain())
-            puts.append(scheduler.evaluate(-step))
+            puts.append(scheduler.evaluate(-step, micro_batches=2))
     puts.append(scheduler.drain())
     return puts, expected
 
@@ -116,8 +124,8 @@ def test_every_buffer_is_filled_before_and_given_back_after_all_its_uses_exactly
         head = len(model.units) - 1
         for op in graph.ops.values():
             if op.gradient is not None and op.gradient.kind == "gradient":
-                unit = op.gradient.unit
-                made_by[op.gradient] = Key(op.gradient.step, "forward" if unit == head else "backward", unit)
+                unit, last = op.gradient.unit, story[op.gradient.step - 1][3] - 1
+                made_by[op.gradient] = Key(op.gradient.step, "forward" if unit == head else "backward", unit, last)
     evicted = [op for op in graph.ops.values() if op.key.kind == "evict"]
     assert Counter(op.source for op in evicted) == Counter(made_by.keys())
     evict_of = {op.source: op.key for op in evicted}
@@ -138,7 +146,7 @@ def test_every_trained_piece_is_updated_once_per_step_and_once_more_when_redone(
     model, plan = both
     puts, expected = tell(model, plan, story)
     updates = Counter((op.key.step, op.key.unit, op.key.piece) for ops in puts for op in ops if op.key.kind == "update")
-    for step, (_, end, _) in enumerate(story, 1):
+    for step, (_, end, _, _) in enumerate(story, 1):
         for unit, size in enumerate(model.units):
             for piece in range(len(size.state_bytes)):
                 wanted = expected[step] if piece in size.trained_pieces else 0
@@ -157,8 +165,9 @@ def test_weights_cross_to_the_device_once_in_forward_and_once_in_backward(both, 
     computed = Counter((op.key.step, op.key.kind, op.key.unit) for op in ops if op.key.kind in ("forward", "backward"))
     for step in range(1, len(story) + 1):
         for unit, size in enumerate(model.units):
-            assert computed[step, "forward", unit] == 1
-            assert computed[step, "backward", unit] == (unit != len(model.units) - 1)
+            micro_batches = story[step - 1][3]
+            assert computed[step, "forward", unit] == micro_batches
+            assert computed[step, "backward", unit] == (micro_batches if unit != len(model.units) - 1 else 0)
             if plan.separate_memory:
                 assert crossed[step, unit, "f"] == 1
                 assert crossed[step, unit, "b"] == (size.kind == "block")
@@ -169,7 +178,7 @@ def test_weights_cross_to_the_device_once_in_forward_and_once_in_backward(both, 
 def test_every_commit_comes_once_and_after_all_writes_of_its_step(both, story):
     model, plan = both
     graph = Graph(tell(model, plan, story)[0])
-    for step, (commit, _, _) in enumerate(story, 1):
+    for step, (commit, _, _, _) in enumerate(story, 1):
         key = Key(step, "commit")
         assert (key in graph.ops) == commit
         assert Key(step, "begin") in graph.ops
@@ -251,21 +260,35 @@ def play(model, plan, puts, rng):
     """Run a schedule with the plan's slabs, every operation taking a random time. Raises if nothing can go on."""
     head = len(model.units) - 1
     free = {"weights": plan.weights_slabs, "state": plan.state_slabs, "gradient": plan.gradient_slabs}
+    free["transit"] = plan.transit_slabs
+    last_of = {}
+    for op in (op for ops in puts for op in ops if op.key.kind in ("forward", "backward")):
+        last_of[op.key.step, op.key.kind, op.key.unit] = op.key.piece
     lanes, waiting, running, done = defaultdict(list), [], [], set()
 
     def takes(op):
         kind, unit = op.key.kind, op.key.unit
         if kind in ("read_weights", "read_state"):
             return kind.removeprefix("read_")
+        if kind == "act_read" or (kind == "act_out" and goes_to_ssd(op)):
+            return "transit"
         trained = unit >= 0 and model.units[unit].trained_pieces
         made_here = kind == "backward" or (kind == "forward" and unit == head and op.key.step > 0)
+        made_here = made_here and op.key.piece == last_of[op.key.step, kind, unit]
         if kind in ("gradient", "read_gradient") or (made_here and trained and not plan.separate_memory):
             return "gradient"
         return None
 
+    def goes_to_ssd(op):
+        return model.units[op.key.unit].kind == "block" and "ssd" in plan.tiers(op.key.unit)
+
     def gives(op):
         if op.key.kind == "evict":
             return "weights" if op.source.kind == "read_weights" else "gradient"
+        if op.key.kind == "act_write" or (op.key.kind == "act_in" and plan.separate_memory and goes_to_ssd(op)):
+            return "transit"
+        if op.key.kind == "backward" and not plan.separate_memory and goes_to_ssd(op):
+            return "transit"
         if op.key.kind == "write" and op.key.phase != "k" and op.key.unit not in plan.resident_state:
             return "state"
         return None
@@ -324,13 +347,13 @@ def test_the_game_notices_a_standstill():
     model = ModelSize(tuple(unit_size(kind, [True]) for kind in ("embedding", "block", "head")), tied=True)
     plan = Plan(weights_slabs=1, state_slabs=2, gradient_slabs=2)
     with pytest.raises(Stuck):
-        play(model, plan, tell(model, plan, [(True, "kept", False)])[0], random.Random(0))
+        play(model, plan, tell(model, plan, [(True, "kept", False, 1)])[0], random.Random(0))
 
 
 @given(model_sizes, st.integers(0, 60), st.sampled_from(["none", "deferred", "speculative", "auto"]), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_a_fitted_plan_keeps_to_its_budget_and_never_has_fewer_slabs_than_tested_here(model, pages, clip, separate):
-    budget = HostBudget(total=100 * PAGE + pages * 8 * PAGE, compute=0, inputs=0)
+    budget = HostBudget(total=100 * PAGE + pages * 8 * PAGE, compute=0)
     wishes = Wishes(separate_memory=separate, clip=clip, versions=3, commit_every=1)
     plan = fit_plan(model, budget, wishes)
     assert staging_bytes(model, plan) <= budget.total

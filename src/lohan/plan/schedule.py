@@ -110,13 +110,15 @@ class Scheduler:
         """Of the step being scheduled."""
         self._computes: list[Key] = []
         """What it computes, in order."""
+        self._last_out: list[Key] = []
+        """The last to leave the device for SSD."""
 
     # -- one step -------------------------------------------------------------------------------------
 
     def step(self, step: int, *, commit: bool, micro_batches: int = 1) -> list[Op]:
         """A training step. The updates it leaves come with the next step, or with drain()."""
         plan, units = self.plan, self.model.units
-        self._micro_batches, self._computes = micro_batches, []
+        self._micro_batches, self._computes, self._last_out = micro_batches, [], []
         head = len(units) - 1
         self._accept()
         left, left_step = self._left, self._left_step
@@ -208,7 +210,7 @@ class Scheduler:
 
     def evaluate(self, step: int, *, micro_batches: int = 1) -> list[Op]:
         """Forward only, on what training has made so far. `step` only has to be a number of its own."""
-        self._micro_batches, self._computes = micro_batches, []
+        self._micro_batches, self._computes, self._last_out = micro_batches, [], []
         for unit in range(len(self.model.units)):
             self._forward(step, unit, updated=None, evaluate=True)
         return self._take()
@@ -295,6 +297,7 @@ class Scheduler:
         away, to_ssd = self._moved_bytes(unit)
         out = self._add(Key(step, "act_out", unit, micro_batch), [key], num_bytes=away)
         if "ssd" in tiers:
+            self._last_out = [out]
             self._add(Key(step, "act_write", unit, micro_batch), [out], num_bytes=to_ssd)
 
     def _tiers(self, unit: int) -> frozenset[str]:
@@ -363,7 +366,9 @@ class Scheduler:
         waits = [Key(step, "act_out", unit, micro_batch)]
         if "ssd" in self._tiers(unit):
             written = Key(step, "act_write", unit, micro_batch)
-            waits = [self._add(Key(step, "act_read", unit, micro_batch), [written], num_bytes=to_ssd)]
+            # Not while others still have to leave through the same slabs.
+            read = self._add(Key(step, "act_read", unit, micro_batch), [written, *self._last_out], num_bytes=to_ssd)
+            waits = [read]
         if len(self._computes) >= self.plan.swap_window:
             waits.append(self._computes[len(self._computes) - self.plan.swap_window])
         return self._add(Key(step, "act_in", unit, micro_batch), waits, num_bytes=back)

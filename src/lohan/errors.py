@@ -23,6 +23,10 @@ class ModelError(LohanError):
     """A model, or the folder it comes from or goes to, that cannot be used as it is."""
 
 
+class DataError(LohanError):
+    """Training data that cannot be used as it is. The message names the file and the line."""
+
+
 class DeviceOutOfMemory(LohanError):
     """The device's memory budget cannot hold what was asked for now."""
 

@@ -35,12 +35,12 @@ def test_values_are_read_as_people_write_them():
     assert (config.learning_rate, config.warmup_steps, config.host_memory) == (2e-5, 100, "24GB")
     assert (config.gpu_memory, config.eval_strategy, config.report_to) == ("20000000000", "no", ())
     assert (config.max_grad_norm, config.run_name, config.num_train_epochs) == (None, "17", 2.0)
-    assert config.ssd == ("/a",) and config.train_file == ("d.jsonl",)
+    assert (config.ssd, config.train_file) == (("/a",), ("d.jsonl",))
 
 
 def test_one_path_and_a_list_of_paths_are_both_lists():
     config = parse_config(BASE.replace("ssd: [/a]", "ssd: /a").replace("d.jsonl", "[x.jsonl, y.csv]"))
-    assert config.ssd == ("/a",) and config.train_file == ("x.jsonl", "y.csv")
+    assert (config.ssd, config.train_file) == (("/a",), ("x.jsonl", "y.csv"))
 
 
 def test_overrides_win_and_are_read_as_yaml():
@@ -69,7 +69,7 @@ def test_overrides_win_and_are_read_as_yaml():
         ("optim: {name: adamw}", "line 5: optim is {'name': 'adamw'}. Write one value"),
         ("optim: adamww", "line 5: optim is 'adamww'. Did you mean adamw? Write one of: adamw,"),
         ("lr_scheduler_type: cosin", "Did you mean cosine?"),
-        ("lr_scheduler_type: cosine_with_min_lr", "line 5: cosine_with_min_lr needs min_lr_rate. Add min_lr_rate: 0.1."),
+        ("lr_scheduler_type: cosine_with_min_lr", "line 5: cosine_with_min_lr needs min_lr_rate. Add min_lr_rate: 0.1"),
         ("dataset_format: chatml", "dataset_format is 'chatml'. Write one of: auto, messages"),
         ("report_to: [tensorboard, mlflow]", "report_to is 'mlflow'"),
         ("report_to: [none, wandb]", "Remove none."),
@@ -103,7 +103,8 @@ def test_overrides_win_and_are_read_as_yaml():
 def test_a_mistake_is_one_sentence_with_its_line_and_the_fix(line, expected):
     message = refusal(BASE + line + "\n")
     assert expected in message
-    assert message.startswith("c.yaml") and "\n" not in message
+    assert message.startswith("c.yaml")
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -212,8 +213,10 @@ def test_the_names_are_those_the_engine_knows():
 
 MACHINES = [
     MachineFacts((), 16 * 10**9),
-    MachineFacts((DriveFact("/mnt/nvme 0", 10**12), DriveFact("/mnt/b", 10**11)), 10**9, (GpuFact("RTX 4090", 24 * 10**9),)),
-]  # fmt: skip
+    MachineFacts(
+        (DriveFact("/mnt/nvme 0", 10**12), DriveFact("/mnt/b", 10**11)), 10**9, (GpuFact("RTX 4090", 24 * 10**9),)
+    ),
+]
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -46,7 +46,8 @@ class Changes:
 
 def changes_result(old: TrainConfig, new: TrainConfig) -> Changes:
     """What differs between the config a run was made with and the one it should go on with."""
-    breaking, free = [], []
+    breaking: list[Change] = []
+    free: list[Change] = []
     for each in fields(TrainConfig):
         before, after = getattr(old, each.name), getattr(new, each.name)
         if _meaning(old, each.name) != _meaning(new, each.name):

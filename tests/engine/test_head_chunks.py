@@ -193,6 +193,18 @@ def test_the_whole_head_differs_by_rounding_and_only_in_its_own_gradient(name, t
     assert difference <= 2e-6 * whole[head_weight].abs().max()
 
 
+@pytest.mark.parametrize("num_chunks", [2, 5, 8])
+def test_in_bf16_each_chunk_rounds_the_head_gradient_once_more(num_chunks):
+    model = zoo.tiny_model("llama").to(torch.bfloat16).eval()
+    (batch,) = zoo.random_batches(257, num_micro_batches=1, batch=2, seq=64, seed=1)
+    whole_loss, whole_hidden, whole = head_pass(model, 1, batch)
+    loss, hidden, chunked = head_pass(model, num_chunks, batch)
+    assert loss[0] == pytest.approx(whole_loss[0], rel=4e-7)
+    assert torch.equal(hidden[0], whole_hidden[0])
+    difference = (whole["lm_head.weight"].float() - chunked["lm_head.weight"].float()).abs().max()
+    assert difference <= num_chunks * 2**-8 * whole["lm_head.weight"].float().abs().max()
+
+
 def test_the_expected_factor_saves_work_and_changes_no_bit():
     model = zoo.tiny_model("mixtral-router").eval()
     (batch,) = zoo.random_batches(257, num_micro_batches=1, batch=2, seq=12, seed=1)
@@ -304,6 +316,24 @@ def test_the_head_holds_what_the_formula_says(steps, bytes_per_logit):
         predicted = head_bytes(tokens, words, chunks, bytes_per_logit=bytes_per_logit)
         held = (model.head.weight.numel() + model.head.bias.numel()) * 4
         assert predicted <= budget.peak_bytes <= predicted + held + words * 4 * 2 + 50_000
+
+
+def test_a_run_on_a_device_holds_a_chunk_of_logits_and_no_more(folder_in_memory):
+    tokens, words = 256, 20_000
+    folder = zoo.tiny_model_folder("llama", folder_in_memory / "model", vocab_size=words, tied=True)
+    batch = zoo.random_batches(words, num_micro_batches=2, batch=2, seq=tokens // 2, seed=1)
+    peaks = {}
+    for chunks in (1, 8):
+        with in_chunks(chunks), open_run(
+            model=folder, ssd=[folder_in_memory / str(chunks)], host_memory="1GB", device="virtual", gpu_memory="1GB",
+            store_files=QuickFiles(),
+        ) as run:  # fmt: skip
+            run.step(batch)
+            run.evaluate(batch)
+            peaks[chunks] = run.device.peak_bytes
+    whole, chunked = (head_bytes(tokens, words, n, bytes_per_logit=LOSS_BYTES_PER_LOGIT) for n in peaks)
+    assert peaks[1] > whole
+    assert peaks[1] - peaks[8] > 0.9 * (whole - chunked), peaks
 
 
 @given(

@@ -8,6 +8,10 @@ A is at least the inputs of all blocks. More is added operator by operator in de
 saved per byte moved; RAM first, the rest to SSD. Of all these choices the fastest by T is taken, of equals the first.
 Operators whose outputs backward does not need are neither moved nor recomputed. The model knows neither the CPU's
 update nor other host work: the simulator adds those.
+
+`flowing` is the same choice where nothing separates forward from backward, so that every lane has the whole step:
+
+    T = max((3F + R)/THP, (4P + A)/BWg, (2P + A)/BWg, (16P + aA)/S2M + (14P + aA)/M2S)
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ class PaperChoice:
         return self.forward_seconds + self.backward_seconds
 
 
-def choose_activations(profile: ModelProfile, machine: MachineProfile, *, free_host_bytes: float) -> PaperChoice:
+def choose_activations(
+    profile: ModelProfile, machine: MachineProfile, *, free_host_bytes: float, flowing: bool = False
+) -> PaperChoice:
     """The published choice for a step of one micro-batch, the profile's."""
     blocks = [number for number, unit in enumerate(profile.units) if unit.kind == "block"]
     activation = float(sum(profile.units[number].input_bytes for number in blocks))
@@ -57,14 +63,14 @@ def choose_activations(profile: ModelProfile, machine: MachineProfile, *, free_h
         for place, operator in enumerate(profile.units[block].operators)
         if operator.needed and operator.output_bytes
     ]
-    best_count, best = 0, _times(profile, machine, activation, recompute, free_host_bytes)
+    best_count, best = 0, _times(profile, machine, activation, recompute, free_host_bytes, flowing)
     best_activation, best_recompute = activation, recompute
     order = sorted(candidates, reverse=True)
     for count, (_, block, place) in enumerate(order, 1):
         operator = profile.units[-block].operators[-place]
         activation += operator.output_bytes
         recompute = max(0.0, recompute - operator.flops)
-        times = _times(profile, machine, activation, recompute, free_host_bytes)
+        times = _times(profile, machine, activation, recompute, free_host_bytes, flowing)
         if sum(times) < sum(best) * (1 - 1e-9):
             best_count, best, best_activation, best_recompute = count, times, activation, recompute
     inputs, kept = _place(profile, [(-block, -place) for _, block, place in order[:best_count]], free_host_bytes)
@@ -97,9 +103,14 @@ def _place(
 
 
 def _times(
-    profile: ModelProfile, machine: MachineProfile, activation: float, recompute: float, free_host_bytes: float
+    profile: ModelProfile,
+    machine: MachineProfile,
+    activation: float,
+    recompute: float,
+    free_host_bytes: float,
+    flowing: bool,
 ) -> tuple[float, float]:
-    """T_f and T_b."""
+    """T_f and T_b; flowing, what T leaves for T_b."""
     parameters = profile.num_parameters
     forward_flops = sum(unit.forward_flops for unit in profile.units)
     flops = machine.gpu_flops_per_second
@@ -118,4 +129,11 @@ def _times(
         2 * parameters / link,
         (14 * parameters + ssd) / drives.read + 14 * parameters / drives.write,
     )
+    if flowing:
+        whole = max(
+            (3 * forward_flops + recompute) / flops,
+            (4 * parameters + activation) / link,
+            (16 * parameters + ssd) / drives.read + (14 * parameters + ssd) / drives.write,
+        )
+        return forward, whole - forward
     return forward, backward

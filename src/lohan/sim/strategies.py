@@ -72,7 +72,7 @@ PUBLISHED = {
     "zero-infinity": Calibration(gpu_share=0.6, drive_share=0.45),
     "zero-offload": Calibration(gpu_share=0.65),
 }
-"""What the baselines make of a machine, by benchmarks/results/2026-11-16_published.md; all others take what it gives."""
+"""What the baselines make of a machine: benchmarks/results/2026-11-16_published.md. The others take what it gives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,10 +8,8 @@ the same cores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from lohan.profiles import DriveProfile, MachineProfile
+from lohan.plan.drives import drive_rates
+from lohan.profiles import MachineProfile
 
 NUM_SERVERS = 6
 GPU, TO_GPU, TO_HOST, READ, WRITE, CPU = range(NUM_SERVERS)
@@ -23,39 +21,6 @@ SERVER_OF_LANE = {
 
 _LEAST_CORES = 0.05
 """Of the cores, left to compute however fast the drives are: picked by feel, only keeps a rate from being zero."""
-
-
-@dataclass(frozen=True, slots=True)
-class DriveRates:
-    """What all drives together do with records striped over them, bytes per second."""
-
-    read: float
-    write: float
-    both_read: float
-    both_write: float
-    """The two, when both are under way."""
-
-
-def drive_rates(drives: Sequence[DriveProfile], array_bytes_per_second: float | None = None) -> DriveRates:
-    """Of a store striped over these drives by weight: the one that is slowest for its share sets the pace."""
-    if not drives:
-        return DriveRates(0.0, 0.0, 0.0, 0.0)
-    weights = [1 / (1 / d.read_bytes_per_second + 1 / d.write_bytes_per_second) for d in drives]
-    shares = [weight / sum(weights) for weight in weights]
-
-    def whole(rates: Sequence[float]) -> float:
-        return min(rate / share for rate, share in zip(rates, shares, strict=True))
-
-    read = whole([d.read_bytes_per_second for d in drives])
-    write = whole([d.write_bytes_per_second for d in drives])
-    both = whole([d.mixed_bytes_per_second or (d.read_bytes_per_second + d.write_bytes_per_second) / 2 for d in drives])
-    scale = 2 * both / (read + write)
-    both_read, both_write = min(read, read / 2 * scale), min(write, write / 2 * scale)
-    if array_bytes_per_second is not None:
-        read, write = min(read, array_bytes_per_second), min(write, array_bytes_per_second)
-        over = max(1.0, (both_read + both_write) / array_bytes_per_second)
-        both_read, both_write = both_read / over, both_write / over
-    return DriveRates(read, write, both_read, both_write)
 
 
 def server_rates(machine: MachineProfile) -> list[tuple[float, ...]]:

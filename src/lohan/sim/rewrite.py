@@ -21,8 +21,12 @@ def copy_op(op: AnyOp, **changes: object) -> SimOp:
     return SimOp(**(fields | changes))  # type: ignore[arg-type]
 
 
-def with_exchange(ops: Sequence[AnyOp], *, gpus: int, bytes_per_second: float) -> list[AnyOp]:
-    """Before a piece's update, whoever updates sums its gradient over the devices, in host memory."""
+def with_several_devices(ops: Sequence[AnyOp], *, gpus: int, bytes_per_second: float) -> list[AnyOp]:
+    """One of several devices that share host and drives, each with its part of the batch and a link of its own.
+
+    Weights and state are read and written once for all; activations on SSD are those of all devices. Before a piece's
+    update, whoever updates sums its gradient over the devices, in host memory.
+    """
     gradient_bytes = {(op.key.step, op.key.unit): op.num_bytes for op in ops if op.key.kind == "gradient"}
     state_bytes: Counter[tuple[int, int]] = Counter()
     for op in ops:
@@ -35,6 +39,8 @@ def with_exchange(ops: Sequence[AnyOp], *, gpus: int, bytes_per_second: float) -
             share = op.num_bytes / state_bytes[place]
             moved = gradient_bytes.get(place, 0) * share * (gpus - 1) / gpus
             result.append(copy_op(op, seconds=moved / bytes_per_second))
+        elif op.key.kind in ("act_write", "act_read"):
+            result.append(copy_op(op, num_bytes=op.num_bytes * gpus))
         else:
             result.append(op)
     return result

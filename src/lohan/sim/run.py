@@ -57,6 +57,7 @@ def simulate_steps(
     steps: int = 4,
     commit: bool = True,
     barrier: bool = False,
+    norm_share: float = NORM_SHARE,
 ) -> Timeline:
     """Several training steps of the engine's own Schedule; speculative steps keep what they guessed."""
     scheduler = Scheduler(model, plan)
@@ -65,7 +66,7 @@ def simulate_steps(
         puts.append(scheduler.step(step, commit=commit, micro_batches=micro_batches))
         if plan.clip == "speculative":
             puts.append(scheduler.settle(step, redo=False, skip=False))
-    return simulate(puts, machine, model=model, plan=plan, barrier=barrier)
+    return simulate(puts, machine, model=model, plan=plan, barrier=barrier, norm_share=norm_share)
 
 
 def simulate(

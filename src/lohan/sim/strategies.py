@@ -22,7 +22,7 @@ from lohan.sim.baselines import flashneuron_step, g10_step
 from lohan.sim.memory import Needs, memory_needs, paper_free_host_bytes
 from lohan.sim.op import AnyOp
 from lohan.sim.paper import choose_activations
-from lohan.sim.rewrite import with_exchange, with_waiting_device
+from lohan.sim.rewrite import with_several_devices, with_waiting_device
 from lohan.sim.run import NORM_SHARE, simulate
 from lohan.sim.sizes import size_model
 from lohan.sim.timeline import Timeline
@@ -141,7 +141,7 @@ def build_scenario(
                 puts = [with_waiting_device(put) for put in puts]
     if machine.gpus > 1:
         rate = calibration.exchange_bytes_per_second
-        puts = [with_exchange(put, gpus=machine.gpus, bytes_per_second=rate) for put in puts]
+        puts = [with_several_devices(put, gpus=machine.gpus, bytes_per_second=rate) for put in puts]
     return Scenario(
         strategy=strategy, simulated_only=simulated_only, machine=machine, model=model, plan=plan, puts=puts,
         barrier=barrier, norm_share=norm_share, tokens_per_step=tokens, needs=needs, notes=profile.notes,

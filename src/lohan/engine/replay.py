@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lohan.engine.trees import tensors_in
 from lohan.errors import ModelError
 
+OnHeavy = Callable[[Any, Any, Any, Any], None]
+
 _HEAVY = frozenset({
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution",
     "aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_grouped_mm",
@@ -73,6 +75,7 @@ def _read_schema(func: Any) -> _Kind:
     aliases = [value.alias_info for value in schema.returns]
     fresh = bool(aliases) and all(alias is None for alias in aliases)
     view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    view = view or schema.name.startswith("prim::")  # questions about a tensor
     changed = [index for index, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write]
     random = torch.Tag.nondeterministic_seeded in func.tags
     return _Kind(
@@ -97,6 +100,8 @@ class OpRecord:
     """Storages it fills or changes."""
     heavy: int = -1
     """Its number among the heavy operators; -1 for the others."""
+    output_bytes: int = 0
+    """Of a heavy operator."""
     always: bool = False
     blank: tuple[Any, ...] | None = None
     """Shape, strides, dtype and device of its one output, if it can be left out."""
@@ -177,6 +182,28 @@ def needed_ops(ops: Sequence[OpRecord], saved: Iterable[int], kept: Iterable[int
     return needed
 
 
+def heavy_sources(ops: Sequence[OpRecord], storages: Iterable[int]) -> set[int]:
+    """The heavy operators, by their number among them, whose values are in these storages or were made into them."""
+    makers: dict[int, list[int]] = {}
+    for number, op in enumerate(ops):
+        for storage in op.makes:
+            makers.setdefault(storage, []).append(number)
+    found: set[int] = set()
+    seen: set[int] = set()
+    waiting = list(storages)
+    while waiting:
+        storage = waiting.pop()
+        if storage in seen:
+            continue
+        seen.add(storage)
+        for number in makers.get(storage, ()):
+            if ops[number].heavy >= 0:
+                found.add(ops[number].heavy)
+            else:
+                waiting += ops[number].reads
+    return found
+
+
 class _Storages:
     """Numbers for storages, never used twice although memory is."""
 
@@ -198,9 +225,10 @@ class _Storages:
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    def __init__(self, keep: dict[int, str], random_state: Callable[[], Tensor]):
+    def __init__(self, keep: dict[int, str], random_state: Callable[[], Tensor], on_heavy: OnHeavy | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = Recording()
+        self._on_heavy = on_heavy
         self._keep, self._random_state = keep, random_state
         self._storages = _Storages()
         self._held: dict[int, list[Kept]] = {}
@@ -243,6 +271,9 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if kind.heavy:
             record.heavy = self._num_heavy
+            record.output_bytes = sum(tensor.nbytes for tensor in tensors_in(result))
+            if self._on_heavy is not None:
+                self._on_heavy(func, args, kwargs, result)
             tier = self._keep.get(self._num_heavy)
             if tier is not None:
                 self._hold(len(ops), result, tier)
@@ -342,9 +373,14 @@ class Replayer:
         self._random_state, self._set_random_state = random_state, set_random_state
         self._opaque: dict[int, bool] = {}
 
-    def record(self, block: int, keep: dict[int, str], run: Callable[[], Any]) -> tuple[Any, Recording]:
-        """Run a block's forward. Its result still has its graph, which holds no tensors."""
-        mode = _Record(keep, self._random_state)
+    def record(
+        self, block: int, keep: dict[int, str], run: Callable[[], Any], on_heavy: OnHeavy | None = None
+    ) -> tuple[Any, Recording]:
+        """Run a block's forward. Its result still has its graph, which holds no tensors.
+
+        `on_heavy(operator, args, kwargs, result)` is told of every heavy operator, in order.
+        """
+        mode = _Record(keep, self._random_state, on_heavy)
         peeks = None if block in self._opaque else _Peeks()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())

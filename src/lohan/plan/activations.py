@@ -1,14 +1,25 @@
 """Which operators' outputs are kept for backward, and where: LoHan's traffic-aware activation swapping.
 
+Keeping an output saves computing it again and costs its bytes on every link it crosses. Operators are taken in the order
+of their offloading benefit, FLOPs saved per byte moved (ties: the smaller first, then from the top of the model down,
+what backward needs soonest). The first to be taken stay on the device while it has room, the next go to host memory, the
+rest on to SSD. Along that order the time of a step is the larger of a falling line (computing) and rising ones (links,
+drives), for forward and for backward: convex, so the best amount is where it stops falling. Block inputs are kept
+always: nothing could be computed again without them.
+
 Pure: numbers in, decision out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from lohan.profiles import OperatorProfile
+from lohan.profiles import DriveProfile, MachineProfile, OperatorProfile
+
+if TYPE_CHECKING:
+    from lohan.plan.plan import ModelSize, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,3 +55,227 @@ def recomputed(operators: Sequence[OperatorProfile], kept: Collection[int]) -> s
 def recompute_flops(operators: Sequence[OperatorProfile], kept: Collection[int]) -> float:
     """What computing them again costs, for one micro-batch."""
     return sum(operators[number].flops for number in recomputed(operators, kept))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a stage of a step asks of each resource, in FLOPs, bytes and parameters."""
+
+    flops: float = 0.0
+    to_gpu: float = 0.0
+    to_host: float = 0.0
+    ssd_read: float = 0.0
+    ssd_write: float = 0.0
+    parameters: float = 0.0
+
+
+def stage_seconds(work: Work, machine: MachineProfile) -> float:
+    """Duration of one overlapped stage: the busiest resource sets the pace."""
+    compute = work.flops / machine.gpu_flops_per_second
+    update = work.parameters / machine.update_parameters_per_second
+    drives = drive_seconds(work.ssd_read, work.ssd_write, machine)
+    if not machine.separate_memory:  # computing and updating take turns on the same cores
+        return max(compute + update, drives)
+    both = machine.duplex_share
+    to_gpu, to_host = work.to_gpu / machine.to_gpu_bytes_per_second, work.to_host / machine.to_host_bytes_per_second
+    # Where both directions share a bus, the time they overlap counts at the shared rate.
+    links = max(to_gpu, to_host) + min(to_gpu, to_host) * (1 / both - 1)
+    return max(compute, links, update, drives)
+
+
+def drive_seconds(read: float, write: float, machine: MachineProfile) -> float:
+    """All drives together, each taking its share; reads and writes take turns unless a mixed rate is known."""
+    drives = machine.drives
+    if not drives:
+        return 0.0
+    total = read + write
+    if total == 0:
+        return 0.0
+    rate = sum(_rate(drive, read / total) for drive in drives)
+    if machine.array_bytes_per_second is not None:
+        rate = min(rate, machine.array_bytes_per_second)
+    return total / rate
+
+
+def _rate(drive: DriveProfile, read_share: float) -> float:
+    """Bytes per second of a drive when this share of them is read."""
+    write_share = 1 - read_share
+    turns = 1 / (read_share / drive.read_bytes_per_second + write_share / drive.write_bytes_per_second)
+    if drive.mixed_bytes_per_second is None:
+        return turns
+    # Measured half and half: what it gains over taking turns there, it gains in proportion to how mixed the stream is.
+    even = 2 / (1 / drive.read_bytes_per_second + 1 / drive.write_bytes_per_second)
+    gain = drive.mixed_bytes_per_second / even
+    return turns * (1 + (gain - 1) * 4 * read_share * write_share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Bytes that activations waiting for backward may take, in total."""
+
+    device: int = 0
+    host: int = 0
+    ssd: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One amount along the order of benefit: what is kept, and what the time model makes of it."""
+
+    activations: Activations
+    moved_bytes: int
+    """Sent off the device in a step, block inputs included."""
+
+    ssd_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+def by_benefit(model: ModelSize) -> list[tuple[int, int]]:
+    """Every (unit, operator) worth keeping, the most FLOPs saved per byte first."""
+    found = []
+    for unit, size in enumerate(model.units):
+        if size.kind != "block":
+            continue
+        for op, one in enumerate(size.operators):
+            if one.needed and one.flops > 0 and one.output_bytes > 0:
+                found.append((-one.flops / one.output_bytes, one.output_bytes, -unit, op))
+    return [(-unit, op) for _, _, unit, op in sorted(found)]
+
+
+def points(
+    model: ModelSize, plan: Plan, machine: MachineProfile, room: Room, *, micro_batches: int, stride: int = 1
+) -> list[Point]:
+    """The time model along the order of benefit, from block inputs only to everything that is worth keeping.
+
+    `plan` says where weights and state live and when updates run; every `stride`th amount is returned, and the last.
+    """
+    order = by_benefit(model)
+    placed = _Placed(model, machine, room, micro_batches)
+    base = base_work(model, plan)
+    made = []
+    for count in range(len(order) + 1):
+        if count:
+            if not placed.put(*order[count - 1]):
+                break  # no tier has room: nothing more can be kept
+        if count % stride == 0 or count == len(order):
+            made.append(placed.point(base))
+    return made
+
+
+def choose(model: ModelSize, plan: Plan, machine: MachineProfile, room: Room, *, micro_batches: int) -> Point:
+    """The amount with the least time; among equals the one that moves least."""
+    return min(
+        points(model, plan, machine, room, micro_batches=micro_batches), key=lambda p: (p.seconds, p.moved_bytes)
+    )
+
+
+def base_work(model: ModelSize, plan: Plan) -> tuple[Work, Work]:
+    """Forward and backward without any kept operator: weights, gradients, state, and the arithmetic but recompute."""
+    separate, head = plan.separate_memory, len(model.units) - 1
+    flops = [0.0, 0.0]
+    to_gpu, read, write = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+    to_host, parameters = [0.0, 0.0], [0.0, 0.0]
+    for number, unit in enumerate(model.units):
+        block = unit.kind == "block"
+        # The head's forward is its backward too, and comes at the end of forward.
+        flops[0] += unit.forward_flops * (3 if number == head else 1)
+        flops[1] += unit.forward_flops * 2 if block else 0
+        streamed = unit.weights_bytes if number not in plan.resident_weights else 0
+        trained = bool(unit.trained_pieces)
+        later = plan.leaves(number)
+        read[0] += streamed
+        read[1] += streamed if block or (trained and not later) else 0
+        to_gpu[0] += unit.weights_bytes if separate else 0
+        to_gpu[1] += unit.weights_bytes if separate and block else 0
+        if not trained:
+            continue
+        to_host[1] += unit.weights_bytes if separate else 0
+        when = 0 if later else 1
+        parameters[when] += unit.num_parameters
+        state = sum(unit.state_bytes) if number not in plan.resident_state else 0
+        read[when] += state
+        write[when] += state + streamed
+        if plan.gradients_on_ssd and plan.holds_gradient(number):
+            write[1] += unit.weights_bytes
+            read[when] += unit.weights_bytes if later else 0
+    return (
+        Work(
+            flops=flops[0],
+            to_gpu=to_gpu[0],
+            to_host=to_host[0],
+            ssd_read=read[0],
+            ssd_write=write[0],
+            parameters=parameters[0],
+        ),
+        Work(
+            flops=flops[1],
+            to_gpu=to_gpu[1],
+            to_host=to_host[1],
+            ssd_read=read[1],
+            ssd_write=write[1],
+            parameters=parameters[1],
+        ),
+    )
+
+
+class _Placed:
+    """What has been kept so far, and where it found room."""
+
+    def __init__(self, model: ModelSize, machine: MachineProfile, room: Room, micro_batches: int):
+        self._model, self._machine, self._times = model, machine, micro_batches
+        self._free = {"device": room.device, "host": room.host, "ssd": room.ssd}
+        self._moved = {"device": 0, "host": 0, "ssd": 0}
+        self._kept: list[dict[int, str]] = [{} for _ in model.units]
+        self._again = [
+            recompute_flops(unit.operators, ()) if unit.operators else unit.forward_flops / micro_batches
+            for unit in model.units
+        ]
+        self._inputs = ["device"] * len(model.units)
+        for unit in range(len(model.units) - 1, -1, -1):  # what backward needs first stays nearest
+            if model.units[unit].kind == "block":
+                self._inputs[unit] = self._place(model.units[unit].input_bytes) or "ssd"
+
+    def _place(self, size: int) -> str | None:
+        for tier in ("device", "host", "ssd"):
+            if size * self._times <= self._free[tier]:
+                self._free[tier] -= size * self._times
+                self._moved[tier] += size * self._times
+                return tier
+        return None
+
+    def put(self, unit: int, op: int) -> bool:
+        size = self._model.units[unit]
+        tier = self._place(size.operators[op].output_bytes)
+        if tier is None:
+            return False
+        self._kept[unit][op] = tier
+        self._again[unit] = recompute_flops(size.operators, self._kept[unit])
+        return True
+
+    def point(self, base: tuple[Work, Work]) -> Point:
+        separate, machine = self._machine.separate_memory, self._machine
+        away = self._moved["host"] + self._moved["ssd"] if separate else 0
+        ssd = self._moved["ssd"]
+        again = (
+            sum(flops for flops, unit in zip(self._again, self._model.units, strict=True) if unit.kind == "block")
+            * self._times
+        )
+        forward, backward = base
+        first = replace(forward, to_host=forward.to_host + away, ssd_write=forward.ssd_write + ssd)
+        second = replace(
+            backward, flops=backward.flops + again, to_gpu=backward.to_gpu + away, ssd_read=backward.ssd_read + ssd
+        )
+        return Point(
+            activations=Activations(
+                inputs=tuple(self._inputs), kept=tuple(tuple(sorted(one.items())) for one in self._kept)
+            ),
+            moved_bytes=away,
+            ssd_bytes=ssd,
+            forward_seconds=stage_seconds(first, machine),
+            backward_seconds=stage_seconds(second, machine),
+        )

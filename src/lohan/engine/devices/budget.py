@@ -34,8 +34,9 @@ class _Counted(weakref.ref[UntypedStorage]):
 class MemoryBudget:
     """Counts live bytes and refuses what would pass the limit. Safe from any thread."""
 
-    def __init__(self, limit_bytes: int | None):
+    def __init__(self, limit_bytes: int | None, *, device_types: tuple[str, ...] = ("cpu",)):
         self.limit_bytes = limit_bytes
+        self.device_types = device_types
         self._lock = threading.Lock()
         self._counted: dict[int, _Counted] = {}
         self._live = 0
@@ -152,7 +153,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         budget = self._budget
         try:
             for tensor in _tensors(result):
-                if tensor.device.type == "cpu":
+                if tensor.device.type in budget.device_types:
                     storage = tensor.untyped_storage()
                     # Only an operator that says its result is new may add a storage, and even then some
                     # (aten::_unsafe_view) return their argument's. In-place results are looked at for resizing.

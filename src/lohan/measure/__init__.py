@@ -1,0 +1,1 @@
+"""Machine and model, measured: what comes out is plain numbers (profiles.py)."""

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_cases import MACHINE, by_lane, machine_for, machines, model_size, models_and_plans
 
+from lohan.plan.drives import drive_rates
 from lohan.plan.plan import Plan
 from lohan.plan.schedule import Key
 from lohan.profiles import DriveProfile
 from lohan.sim import SimOp, simulate, simulate_steps, size_model
-from lohan.sim.rates import drive_rates
 from lohan.sim.run import StandStill
 
 ASYNCHRONOUS = ("ssd_read", "ssd_write", "swap_in", "swap_out")

@@ -1,9 +1,9 @@
 """Which operators' outputs are kept for backward, and where: LoHan's traffic-aware activation swapping.
 
-Keeping an output saves computing it again and costs its bytes on every link it crosses. Operators are taken in the order
-of their offloading benefit, FLOPs saved per byte moved (ties: the smaller first, then from the top of the model down,
-what backward needs soonest). The first to be taken stay on the device while it has room, the next go to host memory, the
-rest on to SSD. Along that order the time of a step is the larger of a falling line (computing) and rising ones (links,
+Keeping an output saves computing it again and costs its bytes on every link it crosses. Operators are taken in the
+order of their offloading benefit, FLOPs saved per byte moved (ties: the smaller first, then from the top of the model
+down, what backward needs soonest). The first to be taken stay on the device while it has room, the next go to host
+memory, the rest on to SSD. Along that order the time of a step is the larger of a falling line (computing) and rising ones (links,
 drives), for forward and for backward: convex, so the best amount is where it stops falling. Block inputs are kept
 always: nothing could be computed again without them.
 
@@ -16,7 +16,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lohan.profiles import DriveProfile, MachineProfile, OperatorProfile
+from lohan.plan.drives import drive_seconds
+from lohan.profiles import MachineProfile, OperatorProfile
 
 if TYPE_CHECKING:
     from lohan.plan.plan import ModelSize, Plan
@@ -83,32 +84,6 @@ def stage_seconds(work: Work, machine: MachineProfile) -> float:
     return max(compute, links, update, drives)
 
 
-def drive_seconds(read: float, write: float, machine: MachineProfile) -> float:
-    """All drives together, each taking its share; reads and writes take turns unless a mixed rate is known."""
-    drives = machine.drives
-    if not drives:
-        return 0.0
-    total = read + write
-    if total == 0:
-        return 0.0
-    rate = sum(_rate(drive, read / total) for drive in drives)
-    if machine.array_bytes_per_second is not None:
-        rate = min(rate, machine.array_bytes_per_second)
-    return total / rate
-
-
-def _rate(drive: DriveProfile, read_share: float) -> float:
-    """Bytes per second of a drive when this share of them is read."""
-    write_share = 1 - read_share
-    turns = 1 / (read_share / drive.read_bytes_per_second + write_share / drive.write_bytes_per_second)
-    if drive.mixed_bytes_per_second is None:
-        return turns
-    # Measured half and half: what it gains over taking turns there, it gains in proportion to how mixed the stream is.
-    even = 2 / (1 / drive.read_bytes_per_second + 1 / drive.write_bytes_per_second)
-    gain = drive.mixed_bytes_per_second / even
-    return turns * (1 + (gain - 1) * 4 * read_share * write_share)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
     """Bytes that activations waiting for backward may take, in total."""
@@ -159,9 +134,8 @@ def points(
     base = base_work(model, plan)
     made = []
     for count in range(len(order) + 1):
-        if count:
-            if not placed.put(*order[count - 1]):
-                break  # no tier has room: nothing more can be kept
+        if count and not placed.put(*order[count - 1]):
+            break  # no tier has room: nothing more can be kept
         if count % stride == 0 or count == len(order):
             made.append(placed.point(base))
     return made
@@ -203,24 +177,11 @@ def base_work(model: ModelSize, plan: Plan) -> tuple[Work, Work]:
         if plan.gradients_on_ssd and plan.holds_gradient(number):
             write[1] += unit.weights_bytes
             read[when] += unit.weights_bytes if later else 0
-    return (
-        Work(
-            flops=flops[0],
-            to_gpu=to_gpu[0],
-            to_host=to_host[0],
-            ssd_read=read[0],
-            ssd_write=write[0],
-            parameters=parameters[0],
-        ),
-        Work(
-            flops=flops[1],
-            to_gpu=to_gpu[1],
-            to_host=to_host[1],
-            ssd_read=read[1],
-            ssd_write=write[1],
-            parameters=parameters[1],
-        ),
+    forward, backward = (
+        Work(flops=f, to_gpu=up, to_host=down, ssd_read=r, ssd_write=w, parameters=p)
+        for f, up, down, r, w, p in zip(flops, to_gpu, to_host, read, write, parameters, strict=True)
     )
+    return forward, backward
 
 
 class _Placed:

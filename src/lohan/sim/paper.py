@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lohan.plan.activations import recompute_flops
+from lohan.plan.drives import drive_rates
 from lohan.profiles import MachineProfile, ModelProfile
-from lohan.sim.rates import drive_rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,7 +56,8 @@ class TokenData:
         self.fingerprint = arrays.key
         """Of the content, the tokenizer and how it was tokenised; the same wherever the files are."""
 
-        self.longest_row = int(np.add.reduceat(lengths[self._rows.examples], self._rows.starts[:-1]).max())
+        self._row_tokens = np.add.reduceat(lengths[self._rows.examples], self._rows.starts[:-1])
+        self.longest_row = int(self._row_tokens.max())
         if settings.drop_last and self.num_rows < self.rows_per_step:
             raise ConfigError(
                 f"A step has {self.rows_per_step} rows and the data {self.num_rows}, which dataloader_drop_last would "
@@ -89,6 +90,10 @@ class TokenData:
         start = within * self.rows_per_step
         positions = np.arange(start, min(start + self.rows_per_step, self.num_rows))
         return shuffled(positions, self.num_rows, mix(self.settings.seed, epoch))
+
+    def tokens_of(self, step: int) -> int:
+        """Tokens of a step without filling."""
+        return int(self._row_tokens[self.rows_of(step)].sum())
 
     def examples_of(self, row: int) -> Indices:
         """The examples in a row, as numbers of the tokenised data."""

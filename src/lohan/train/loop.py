@@ -1,0 +1,304 @@
+"""The training loop: a config in, a trained model out, stopped and gone on with at any step.
+
+Everything that can be wrong with config, data and model is said before the run's store is made. All that a run needs to
+go on (its config, what its data was, what evaluations found) is kept with every commit, so weights and memory never
+disagree. metrics.jsonl and the exported folders in output_dir are for people and can be deleted.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lohan.engine.memory import resident_bytes
+from lohan.engine.run import Run, StepResult, open_run
+from lohan.errors import ConfigError
+from lohan.optim import make_schedule
+from lohan.store import has_store
+from lohan.train.config import AUTO, TrainConfig
+from lohan.train.config_example import free_ram
+from lohan.train.config_file import dump_config
+from lohan.train.data.packed_model import check_packing
+from lohan.train.data.splits import Splits, open_data
+from lohan.train.data.tokenizer import load_tokenizer
+from lohan.train.display import Display, make_display
+from lohan.train.evaluation import Evaluations, evaluate, is_due
+from lohan.train.fitness import check_model
+from lohan.train.interrupt import Interrupt
+from lohan.train.metrics import MetricsFile
+from lohan.train.reporters import Reporters, make_reporters
+from lohan.train.resume import check_same, memory_of, recall
+
+CONFIG_NAME = "config.yaml"
+MODEL_NAME, BEST_NAME = "model", "best"
+_FREE_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a training ended."""
+
+    step: int
+    total_steps: int
+    stopped: str | None
+    """None: it came to its end. "interrupted" or "early"."""
+
+    loss: float | None
+    """Of the last step taken; None if there was none to take."""
+
+    eval_loss: float | None
+    best_step: int | None
+    model: Path | None
+    """The exported folder."""
+
+
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool | None = None,
+    accept_changes: bool = False,
+    live: bool | None = None,
+    say: Callable[[str], None] = print,
+    on_run: Callable[[Run], None] | None = None,
+) -> TrainResult:
+    """Train to the end of the config, from the last commit if there is a run in `ssd`.
+
+    `resume`: True insists that there is one, False that there is none. `accept_changes` goes on although settings that
+    change the result differ. `live` forces the display on a terminal or plain lines. `on_run` is told the open run.
+    """
+    going_on = _going_on(config, resume)
+    folder = _model_folder(config, going_on)
+    reporters = make_reporters(config)
+    _make_output(Path(config.output_dir))
+    data = _open_data(config, folder)
+    for sentence in data.report:
+        say(sentence)
+    total = total_steps(config, data.train.steps_per_epoch)
+    with ExitStack() as owned:
+        run = owned.enter_context(open_run(model=folder, **run_arguments(config, total)))
+        if on_run is not None:
+            on_run(run)
+        saved = recall(run.store.metadata)
+        check_same(saved, config, data.train.fingerprint, accept=accept_changes, say=say)
+        (Path(config.output_dir) / CONFIG_NAME).write_text(dump_config(config), encoding="utf-8")
+        if run.step_number:
+            say(f"Going on after step {run.step_number} of {total}.")
+        loop = _Loop(
+            config=config, run=run, data=data, total=total, evaluations=saved.evaluations,
+            metrics=owned.enter_context(
+                MetricsFile(
+                    Path(config.output_dir), after_step=run.step_number, after_evaluation=saved.evaluations.last_step
+                )
+            ),
+            reporters=owned.enter_context(reporters),
+            display=owned.enter_context(make_display(total, every=config.logging_steps, live=live)),
+        )  # fmt: skip
+        with Interrupt(loop.display.say) as interrupt:
+            stopped = loop.run_to_the_end(interrupt)
+        run.commit(loop.memory())
+        model = None
+        if config.export_at_end and stopped != "interrupted":
+            model = Path(config.output_dir) / MODEL_NAME
+            if loop.loss is not None or not model.exists():  # else nothing has changed since it was written
+                loop.export(MODEL_NAME)
+            loop.display.say(f"The trained model is in {model}.")
+        found = loop.evaluations
+        return TrainResult(
+            step=run.step_number,
+            total_steps=total,
+            stopped=stopped,
+            loss=loop.loss,
+            eval_loss=found.last_loss,
+            best_step=found.best_step if found.best_loss is not None else None,
+            model=model,
+        )
+
+
+class _Loop:
+    """One pass of train(): steps, evaluations, and what is told of them."""
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        run: Run,
+        data: Splits,
+        total: int,
+        evaluations: Evaluations,
+        metrics: MetricsFile,
+        reporters: Reporters,
+        display: Display,
+    ):
+        self.config, self.run, self.data, self.total = config, run, data, total
+        self.evaluations, self.display = evaluations, display
+        self.loss: float | None = None
+        self._metrics, self._reporters = metrics, reporters
+        self._busy: dict[str, float] = {}
+        self._ssd_bytes = run.ssd_bytes
+
+    def run_to_the_end(self, interrupt: Interrupt) -> str | None:
+        """All steps that are left. Returns why it stopped before the end, if it did."""
+        # A run that was killed between a commit and the evaluation of that step catches up on it.
+        if self._evaluate_if_due(self.run.step_number):
+            return "early"
+        while self.run.step_number < self.total:
+            if interrupt.asked:
+                return "interrupted"
+            step = self.run.step_number + 1
+            out = self.run.step(self.data.train.micro_batches(step), metadata=self.memory())
+            self._tell(out)
+            if not interrupt.asked and self._evaluate_if_due(step):
+                return "early"
+        return None
+
+    def memory(self) -> dict[str, Any]:
+        """What is kept with a commit."""
+        return memory_of(self.config, self.data.train.fingerprint, self.evaluations)
+
+    def _tell(self, out: StepResult) -> None:
+        train = self.data.train
+        tokens = train.tokens_of(out.step)
+        busy, moved = self.run.busy_seconds, self.run.ssd_bytes
+        # A new plan makes a new engine, whose clocks begin at 0.
+        spent = {lane: t - self._busy[lane] if t >= self._busy.get(lane, 1e99) else t for lane, t in busy.items()}
+        record: dict[str, Any] = {
+            "step": out.step,
+            "epoch": train.epoch_of(out.step),
+            "loss": out.loss,
+            "grad_norm": out.grad_norm,
+            "skipped": out.skipped,
+            "learning_rate": out.learning_rate,
+            "tokens": tokens,
+            "seconds": out.seconds,
+            "tokens_per_second": tokens / out.seconds,
+            "busy_seconds": spent,
+            "ssd_bytes": moved - self._ssd_bytes,
+            "rss_bytes": resident_bytes(),
+            "time": time.time(),
+        }
+        self._busy, self._ssd_bytes, self.loss = busy, moved, out.loss
+        self._metrics.write(record)
+        self.display.show(record)
+        if out.step % self.config.logging_steps == 0 or out.step == self.total:
+            names = ("loss", "grad_norm", "learning_rate", "epoch", "tokens_per_second")
+            self._reporters.log(out.step, {name: record[name] for name in names})
+
+    def _evaluate_if_due(self, step: int) -> bool:
+        """Evaluate where it is time to. True if the run should stop because nothing gets better."""
+        held_out, steps = self.data.held_out, self.data.train.steps_per_epoch
+        patience = self.config.early_stopping_patience
+        due = is_due(self.config, step, steps_per_epoch=steps, total_steps=self.total)
+        if held_out is not None and due and self.evaluations.last_step != step:
+            started = time.perf_counter()
+            loss = evaluate(self.run, held_out, at_once=self.config.gradient_accumulation_steps)
+            seconds = time.perf_counter() - started
+            best = self.evaluations.record(step, loss, self.config.early_stopping_threshold)
+            self._metrics.write({"step": step, "eval_loss": loss, "best": best, "eval_seconds": seconds})
+            self._reporters.log(step, {"eval_loss": loss})
+            self.display.say(f"step {step}/{self.total}  held-out loss {loss:.4f}{', the best so far' if best else ''}")
+            if best and self.config.load_best_model_at_end:
+                self.export(BEST_NAME)
+        stop = patience is not None and self.evaluations.num_worse >= patience and step < self.total
+        if stop:
+            self.display.say(f"Stopping: {patience} evaluations were no better than step {self.evaluations.best_step}.")
+        return stop
+
+    def export(self, name: str) -> Path:
+        """Write the weights as a folder of output_dir; the one that was there stays until the new one is complete."""
+        target = Path(self.config.output_dir) / name
+        new, old = target.with_name(f".{name}.new"), target.with_name(f".{name}.old")
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self.run.commit(self.memory())
+        self.run.export(new)
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        return target
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """As transformers' Trainer counts them."""
+    return config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch)
+
+
+def run_arguments(config: TrainConfig, total: int) -> dict[str, Any]:
+    """The config as open_run() takes it, for so many steps in all."""
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total)
+    schedule = make_schedule(
+        config.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=total,
+        learning_rate=config.learning_rate,
+        min_lr_rate=config.min_lr_rate,
+    )
+    host = int(_FREE_SHARE * free_ram()) if config.host_memory == AUTO else config.host_memory
+    return {
+        "ssd": list(config.ssd),
+        "host_memory": host,
+        "gpu_memory": config.gpu_memory,
+        "device": config.device,
+        "commit_every": config.save_steps,
+        "clip": config.clip,
+        "strategy": config.strategy,
+        "trust_remote_code": config.trust_remote_code,
+        "learning_rate": config.learning_rate,
+        "optimizer": "adamw" if config.optim.startswith("adamw") else config.optim,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm or None,
+        "lr_schedule": schedule,
+        "state_format": config.state_format,
+        "wire_dtype": config.wire_dtype,
+        "compute_dtype": config.compute_dtype,
+        "frozen": config.frozen,
+        "seed": config.seed,
+    }
+
+
+def _going_on(config: TrainConfig, resume: bool | None) -> bool:
+    there = any(has_store(Path(directory)) for directory in config.ssd)
+    if resume is True and not there:
+        raise ConfigError(f"There is no run in {', '.join(config.ssd)} to go on with. Check ssd, or start a new one.")
+    if resume is False and there:
+        raise ConfigError(
+            f"There is a run in {', '.join(config.ssd)} already. Go on with it, or name other directories."
+        )
+    return there
+
+
+def _make_output(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be written to: {error.strerror}. Set another one.") from None
+
+
+def _model_folder(config: TrainConfig, going_on: bool) -> Path:
+    """The model's folder; for a run that goes on the run's own copy of its small files will do."""
+    folder = Path(config.model_name_or_path)
+    if folder.is_dir() or not going_on:
+        return folder
+    return next((Path(each) / "model" for each in config.ssd if (Path(each) / "model").is_dir()), folder)
+
+
+def _open_data(config: TrainConfig, folder: Path) -> Splits:
+    tokenizer = load_tokenizer(
+        folder, chat_template_path=config.chat_template_path, trust_remote_code=config.trust_remote_code
+    )
+    check_model(folder, config)
+    packing = check_packing(folder, trust_remote_code=config.trust_remote_code) if config.packing else None
+    data = open_data(config, tokenizer, block_mask=packing == "block_mask")
+    check_model(folder, config, max_token=data.max_token, longest=data.train.longest_row)
+    return data

@@ -1,6 +1,6 @@
 """How close does the simulator come to what LoHan's authors and their baselines measured?
 
-    python benchmarks/published.py [--all]
+    python benchmarks/published.py [--all] [--blocks-in-flight 1]
 
 Three constants of the published system are calibrated on every second of its rows, and the rows between are predicted:
 
@@ -11,7 +11,8 @@ Three constants of the published system are calibrated on every second of its ro
 zero-infinity has two of its own (gpu_share, drive_share), zero-offload one (gpu_share); the two ablations of LoHan have
 none. Which models fit is a matter of lohan.sim.memory, without any constant from here. Constants minimise the mean
 absolute error of the rows they are calibrated on, over a fixed grid. colossal-ai is not simulated. --all calibrates on
-all rows instead, for comparison. Takes about a minute. The last line is JSON.
+all rows instead, for comparison. --blocks-in-flight is the one structural assumption: how many blocks' state the
+published system has in host memory at once. Takes about a minute. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -93,17 +94,20 @@ def fit(
     rows: Sequence[Row], testbed: MachineProfile, start: Calibration, grids: Mapping[str, Sequence[float]]
 ) -> Calibration:
     """The constants with the least mean error: all combinations are tried."""
-    candidates = (replace(start, **dict(zip(grids, values, strict=True))) for values in product(*grids.values()))
+    candidates = [
+        replace(start, **dict(zip(grids, values, strict=True)))  # type: ignore[arg-type]
+        for values in product(*grids.values())
+    ]
     return min(candidates, key=lambda candidate: mean_error(rows, testbed, candidate))
 
 
-def calibrate(rows: Sequence[Row], testbed: MachineProfile) -> dict[str, Calibration]:
+def calibrate(rows: Sequence[Row], testbed: MachineProfile, start: Calibration) -> dict[str, Calibration]:
     """By system."""
     of = {system: [row for row in rows if row.system == system] for system in STRATEGY}
     # One GPU says nothing about the exchange between several.
     single = [row for row in of["lohan"] if row.gpus == 1]
     several = [row for row in of["lohan"] if row.gpus > 1]
-    lohan = fit(single, testbed, Calibration(), {"gpu_share": GPU_SHARES, "update_parameters_per_second": HOST_RATES})
+    lohan = fit(single, testbed, start, {"gpu_share": GPU_SHARES, "update_parameters_per_second": HOST_RATES})
     lohan = fit(several, testbed, lohan, {"exchange_bytes_per_second": EXCHANGE_RATES})
     offload = fit(of["zero-offload"], testbed, lohan, {"gpu_share": GPU_SHARES})
     infinity = fit(of["zero-infinity"], testbed, lohan, {"gpu_share": GPU_SHARES, "drive_share": DRIVE_SHARES})
@@ -146,7 +150,9 @@ def largest_models(testbed: MachineProfile) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="calibrate on all rows")
-    everything = parser.parse_args().all
+    parser.add_argument("--blocks-in-flight", type=int, default=1)
+    arguments = parser.parse_args()
+    everything = arguments.all
     assert set(SIZES) <= set(SHAPES)
     testbed = replace(load_machine("lohan-testbed"), gpu_flops_per_second=RESIDENT_BLOCK_FLOPS)
     rows = read_rows()
@@ -155,7 +161,9 @@ def main() -> None:
         mine = [row for row in rows if row.system == system]
         if system in CALIBRATED:
             seen |= set(mine if everything else mine[::2])
-    calibrations = calibrate([row for row in rows if row in seen], testbed)
+    calibrations = calibrate(
+        [row for row in rows if row in seen], testbed, Calibration(blocks_in_flight=arguments.blocks_in_flight)
+    )
     for system in CALIBRATED:
         one = calibrations[system]
         print(

@@ -57,6 +57,9 @@ class Calibration:
     exchange_bytes_per_second: float = 1.4e9
     """Summing gradients of several devices in host memory. Calibrated: benchmarks/results/2026-11-16_published.md"""
 
+    blocks_in_flight: int = 1
+    """Blocks whose state is in host memory at once; with one, its reading, updating and writing follow each other."""
+
     def apply(self, machine: MachineProfile) -> MachineProfile:
         array = machine.array_bytes_per_second
         return replace(
@@ -128,7 +131,7 @@ def build_scenario(
         # Everybody else takes a step's batch as one.
         whole = scale_batch(profile, num_micro_batches)
         model = size_model(whole, max_pieces=1)
-        plan = _plan_of(strategy, model, whole, machine, needs)
+        plan = replace(_plan_of(strategy, model, whole, machine, needs), state_slabs=calibration.blocks_in_flight)
         barrier, norm_share = True, 0.0
         if strategy in ("flashneuron", "g10"):
             build = flashneuron_step if strategy == "flashneuron" else g10_step

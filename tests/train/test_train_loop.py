@@ -69,14 +69,14 @@ def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def interrupt_after(monkeypatch, step: int, times: int = 1) -> None:
+def interrupt_after(monkeypatch, step: int, times: int = 1, by: int = signal.SIGINT) -> None:
     tell = loop._Loop._tell
 
     def told(self, out):
         tell(self, out)
         if out.step == step:
             for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), by)
 
     monkeypatch.setattr(loop._Loop, "_tell", told)
 
@@ -104,12 +104,12 @@ def test_tokens_are_counted_without_filling(config):
     assert sum(line["tokens"] for line in read_metrics(Path(config.output_dir))) == data.train.num_tokens
 
 
-@pytest.mark.parametrize("stop", [1, 4])
-def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(config, monkeypatch, stop):
+@pytest.mark.parametrize(("stop", "by"), [(1, signal.SIGINT), (4, signal.SIGTERM)])
+def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(config, monkeypatch, stop, by):
     straight = elsewhere(config, "straight")
     train(straight)
     with monkeypatch.context() as patched:
-        interrupt_after(patched, stop)
+        interrupt_after(patched, stop, by=by)
         result = train(config)
     assert (result.step, result.stopped, result.model) == (stop, "interrupted", None)
     assert train(config).step == 6
@@ -315,6 +315,14 @@ def test_reporters_hear_what_the_metrics_say(config, monkeypatch):
     assert [each[0] for each in heard[1:]] == [4, 6, "end"]
     metrics = read_metrics(Path(config.output_dir))
     assert heard[1][1]["loss"] == metrics[3]["loss"]
+
+
+def test_tensorboard_gets_the_curves(config):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(replace(config, report_to=("tensorboard",), export_at_end=False))
+    found = accumulator.EventAccumulator(str(Path(config.output_dir) / "tensorboard"))
+    found.Reload()
+    assert [each.step for each in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_steps_are_counted_as_transformers_counts_them(config):

@@ -69,8 +69,9 @@ def _make(name: str, config: TrainConfig) -> Any:
 
     try:
         if name == "tensorboard":
-            os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-            return TensorBoardCallback()
+            board = TensorBoardCallback()
+            board.logging_dir = board.logging_dir or str(Path(config.output_dir) / "tensorboard")
+            return board
         os.environ.setdefault("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_DIR", config.output_dir)
         return WandbCallback()

@@ -233,8 +233,9 @@ def open_scratch(
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
         folder.mkdir()
     records = [RecordSpec(name=record_name(p), num_bytes=plan.transit_bytes, scratch=True) for p in places]
+    shares = [max(weight, 1.0) for weight in weights]  # a small store may have nothing on its slowest drive
     try:
-        create_store(folders, records, versions=1, weights=weights)
+        create_store(folders, records, versions=1, weights=shares)
         with open_store(folders, observer=observer) as store:
             store.begin(1)
             yield store

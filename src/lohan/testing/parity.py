@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lohan.engine.devices import VirtualOptions
 from lohan.engine.run import Run, open_run
 from lohan.optim import LossScale
+from lohan.plan.activations import Activations
 from lohan.plan.fit import fit_plan
 from lohan.plan.plan import ModelSize, Plan
 from lohan.store import Files
@@ -36,6 +37,9 @@ from lohan.testing.oracle import MicroBatch, Oracle
 VOCABULARY = 257
 _FP16_MAX = 65504.0
 _HOST_MEMORY = 112 << 20  # far more than a zoo model needs: what stays in memory is set by the case
+
+_MAX_UNITS, _MAX_OPERATORS = 8, 32  # of a zoo model, and of one of its blocks: numbers beyond mean nothing
+_TRANSIT_BYTES, _WAITING_BYTES = 256 << 10, 8 << 20
 
 ChangePlan = Callable[[ModelSize, Plan], Plan]
 
@@ -65,7 +69,7 @@ def changed_plan(change: ChangePlan | None) -> Iterator[None]:
     def fit(model: ModelSize, budget: Any, wishes: Any) -> Plan:
         return change(model, fit_plan(model, budget, wishes))
 
-    with mock.patch("lohan.engine.run.fit_plan", fit):
+    with mock.patch("lohan.engine.planning.fit_plan", fit):
         yield
 
 
@@ -214,6 +218,9 @@ class Case:
     frozen: str = "nothing"
     schedule: str = "constant"
     ragged: bool = False
+    activations: str = "recompute"
+    """What happens to activations: all computed again from the blocks' inputs, all kept in host memory, all on SSD, or
+    some of each and some on the device."""
 
     def __str__(self) -> str:
         default = Case()
@@ -254,6 +261,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "frozen": tuple(FROZEN),
     "schedule": tuple(SCHEDULES),
     "ragged": (False, True),
+    "activations": ("recompute", "host", "ssd", "mixed"),
 }
 PROMISED = ("model", "micro_batches", "clip", "precision", "drives", "commit_every", "device")
 """The factors whose full product is promised; the others are chosen at random beside them."""
@@ -349,6 +357,20 @@ def plan_of(case: Case) -> ChangePlan:
     return change
 
 
+def activations_of(case: Case) -> Activations | None:
+    """The choice the case names, for every unit and heavy operator that a zoo model has."""
+    if case.activations == "recompute":
+        return None
+    units, operators, tiers = range(_MAX_UNITS), range(_MAX_OPERATORS), ("device", "host", "ssd")
+    if case.activations != "mixed":
+        tier = case.activations
+        inputs, kept = tuple(tier for _ in units), tuple(tuple((op, tier) for op in operators) for _ in units)
+    else:  # of every four operators one is computed again
+        inputs = tuple(tiers[unit % 3] for unit in units)
+        kept = tuple(tuple((op, tiers[(unit + op) % 4]) for op in operators if (unit + op) % 4 < 3) for unit in units)
+    return Activations(inputs=inputs, kept=kept, transit_bytes=_TRANSIT_BYTES, host_bytes=_WAITING_BYTES)
+
+
 def training_settings(case: Case) -> dict[str, Any]:
     return {
         "learning_rate": 1e-3,
@@ -403,6 +425,7 @@ def run_case(
         "versions": 3 if case.commit_every > 1 else 2,
         "strategy": case.strategy,
         "left_units": case.left_units,
+        "activations": activations_of(case),
         "keep_nothing_in_memory": True,
         **(run or {}),
     }

@@ -2,6 +2,7 @@
 
 from lohan.hardware.catalogue import Drive, Gpu, Link, load_drives, load_gpus, load_links
 from lohan.hardware.machine_file import load_machine, machine_from_dict, machine_names, machine_to_dict, resize
+from lohan.hardware.parts import machine_from_parts
 
 __all__ = [
     "Drive",
@@ -12,6 +13,7 @@ __all__ = [
     "load_links",
     "load_machine",
     "machine_from_dict",
+    "machine_from_parts",
     "machine_names",
     "machine_to_dict",
     "resize",

@@ -19,7 +19,7 @@ from lohan.train.data.encode import Tokens
 class Arrays:
     """Tokenised data in memory: example i is so many tokens, all of them i + 1."""
 
-    key = "key"
+    content = "content"
     counts = Counts()
 
     def __init__(self, lengths):

@@ -93,8 +93,10 @@ def test_what_follows_the_last_answer_is_left_out():
 
 
 def test_all_tokens_can_be_learnt():
-    [tokens] = encode(BYTES[CHATML], Conversation(TURNS), answers_only=False)
-    assert tokens.learnt.tolist() == [False] + [True] * (len(tokens.ids) - 1)
+    for template in (CHATML, MARKED, None):
+        [tokens] = encode(BYTES[template], Conversation(TURNS[:3]), answers_only=False)
+        assert tokens.learnt.tolist() == [False] + [True] * (len(tokens.ids) - 1)
+        assert "What is two?" in whole(BYTES[template], tokens)
 
 
 def test_without_a_template_the_plain_form_is_used():

@@ -91,25 +91,49 @@ def test_nothing_is_tokenised_twice(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", texts(5))
     first = tokenise([path], TOKENIZER, SETTINGS, tmp_path / "cache")
     monkeypatch.setattr(prepare, "_write", lambda *_: pytest.fail("tokenised again"))
-    assert tokenise([path], TOKENIZER, SETTINGS, tmp_path / "cache").key == first.key
+    assert tokenise([path], TOKENIZER, SETTINGS, tmp_path / "cache").folder == first.folder
     moved = path.rename(tmp_path / "b.jsonl")
     os.utime(moved, (1, 1))  # another name and time, the same content
-    assert tokenise([moved], TOKENIZER, SETTINGS, tmp_path / "cache").key == first.key
+    assert tokenise([moved], TOKENIZER, SETTINGS, tmp_path / "cache").folder == first.folder
 
 
 def test_what_the_result_depends_on_is_in_the_key(tmp_path):
     path = write(tmp_path / "a.jsonl", texts(5))
     cache = tmp_path / "cache"
     keys = [
-        tokenise([path], TOKENIZER, SETTINGS, cache).key,
-        tokenise([path], byte_level(bos=True), SETTINGS, cache).key,
-        tokenise([path], CHAT, SETTINGS, cache).key,
-        tokenise([path], TOKENIZER, DataSettings(max_length=63), cache).key,
-        tokenise([path, path], TOKENIZER, SETTINGS, cache).key,
+        tokenise([path], TOKENIZER, SETTINGS, cache).folder,
+        tokenise([path], byte_level(bos=True), SETTINGS, cache).folder,
+        tokenise([path], CHAT, SETTINGS, cache).folder,
+        tokenise([path], TOKENIZER, DataSettings(max_length=63), cache).folder,
+        tokenise([path, path], TOKENIZER, SETTINGS, cache).folder,
     ]
     write(path, texts(5, start=1))
-    keys.append(tokenise([path], TOKENIZER, SETTINGS, cache).key)
+    keys.append(tokenise([path], TOKENIZER, SETTINGS, cache).folder)
     assert len(set(keys)) == len(keys)
+
+
+def test_a_template_that_writes_the_date_gives_another_fingerprint_another_day(tmp_path, monkeypatch):
+    """The folder's name cannot know it; a run that goes on without its cache must."""
+    from transformers.utils import chat_template_utils
+
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
+    tokenizer = byte_level("{{ strftime_now('%d') }}" + CHATML)
+    contents = []
+    for day in ("one", "one", "two"):
+        monkeypatch.setattr(chat_template_utils, "_compile_jinja_template", lambda text, day=day: _Template(text, day))
+        contents.append(tokenise([path], tokenizer, SETTINGS, tmp_path / f"cache-{len(contents)}").content)
+    assert contents[0] == contents[1] != contents[2]
+
+
+class _Template:
+    def __init__(self, text, day):
+        import jinja2
+
+        self._inner = jinja2.Template(text)
+        self._inner.globals["strftime_now"] = lambda _: day
+
+    def render(self, **values):
+        return self._inner.render(**values)
 
 
 def test_a_cache_that_was_cut_short_is_made_again(tmp_path):

@@ -62,6 +62,8 @@ def _meaning(config: TrainConfig, key: str) -> Any:
     value = getattr(config, key)
     if key == "data_seed":
         return config.order_seed
+    if key == "state_format":
+        return value or ("split" if config.bf16 else "fp32")
     if key == "max_grad_norm":
         return value or None
     if key == "optim":

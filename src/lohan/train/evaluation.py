@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,10 +51,15 @@ def is_due(config: TrainConfig, step: int, *, steps_per_epoch: int, total_steps:
     return step % every == 0 or step == total_steps
 
 
-def evaluate(run: Run, data: TokenData, *, at_once: int) -> float:
-    """The mean loss per label over all of the data, `at_once` micro-batches at a time so that memory stays bounded."""
+def evaluate(run: Run, data: TokenData, *, at_once: int, stop: Callable[[], bool] = lambda: False) -> float | None:
+    """The mean loss per label over all of the data, `at_once` micro-batches at a time so that memory stays bounded.
+
+    None if `stop` said so on the way.
+    """
     total, labels = 0.0, 0
     for group in _groups(data.in_order(), at_once):
+        if stop():
+            return None
         here = num_labels(group)
         total += run.evaluate(group) * here
         labels += here

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,9 +17,8 @@ class Interrupt:
     Signals are the main thread's affair: entered in another one, nothing is caught.
     """
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self) -> None:
         self.asked = False
-        self._say = say
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -37,4 +36,5 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self._say("Stopping after this step. Once more stops at once; both can be gone on from.")
+        # Not print(): the main thread may be inside one, and Python refuses to enter it twice.
+        os.write(2, b"\nStopping after this step. Once more stops at once; both can be gone on from.\n")

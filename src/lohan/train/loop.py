@@ -99,8 +99,9 @@ def train(
             reporters=owned.enter_context(reporters),
             display=owned.enter_context(make_display(total, every=config.logging_steps, live=live)),
         )  # fmt: skip
-        with Interrupt(loop.display.say) as interrupt:
-            stopped = loop.run_to_the_end(interrupt)
+        with Interrupt() as interrupt:
+            loop.interrupt = interrupt
+            stopped = loop.run_to_the_end()
         run.commit(loop.memory())
         model = None
         if config.export_at_end and stopped != "interrupted":
@@ -138,22 +139,23 @@ class _Loop:
         self.config, self.run, self.data, self.total = config, run, data, total
         self.evaluations, self.display = evaluations, display
         self.loss: float | None = None
+        self.interrupt = Interrupt()
         self._metrics, self._reporters = metrics, reporters
         self._busy: dict[str, float] = {}
         self._ssd_bytes = run.ssd_bytes
 
-    def run_to_the_end(self, interrupt: Interrupt) -> str | None:
+    def run_to_the_end(self) -> str | None:
         """All steps that are left. Returns why it stopped before the end, if it did."""
         # A run that was killed between a commit and the evaluation of that step catches up on it.
         if self._evaluate_if_due(self.run.step_number):
             return "early"
         while self.run.step_number < self.total:
-            if interrupt.asked:
+            if self.interrupt.asked:
                 return "interrupted"
             step = self.run.step_number + 1
             out = self.run.step(self.data.train.micro_batches(step), metadata=self.memory())
             self._tell(out)
-            if not interrupt.asked and self._evaluate_if_due(step):
+            if self._evaluate_if_due(step):
                 return "early"
         return None
 
@@ -196,7 +198,14 @@ class _Loop:
         due = is_due(self.config, step, steps_per_epoch=steps, total_steps=self.total)
         if held_out is not None and due and self.evaluations.last_step != step:
             started = time.perf_counter()
-            loss = evaluate(self.run, held_out, at_once=self.config.gradient_accumulation_steps)
+            loss = evaluate(
+                self.run,
+                held_out,
+                at_once=self.config.gradient_accumulation_steps,
+                stop=lambda: self.interrupt.asked,
+            )
+            if loss is None:
+                return False  # the run that goes on will do it
             seconds = time.perf_counter() - started
             best = self.evaluations.record(step, loss, self.config.early_stopping_threshold)
             self._metrics.write({"step": step, "eval_loss": loss, "best": best, "eval_seconds": seconds})

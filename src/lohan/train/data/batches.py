@@ -53,8 +53,8 @@ class TokenData:
         self._rows: Rows = one_each(len(examples)) if packed is None else pack(lengths, packed)
         self.num_examples = len(examples)
         self.num_tokens = int(lengths.sum())
-        self.fingerprint = arrays.key
-        """Of the content, the tokenizer and how it was tokenised; the same wherever the files are."""
+        self.fingerprint = arrays.content
+        """Of all tokens: equal if and only if tokenising gave the same, wherever the files are."""
 
         self._row_tokens = np.add.reduceat(lengths[self._rows.examples], self._rows.starts[:-1])
         self.longest_row = int(self._row_tokens.max())

@@ -4,7 +4,7 @@
     learnt.u8      for each token whether it is learnt
     ends.i64       where each example ends
     records.u64    a hash of the record each example came from
-    meta.json      sizes and what was counted
+    meta.json      sizes, a hash of all of it, and what was counted
 
 A folder appears under its name when it is complete: it is written under a temporary one and renamed. Its name is the
 hash of all it depends on.
@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from lohan.errors import DataError
 from lohan.train.data.encode import Tokens
@@ -81,8 +82,11 @@ class Counts:
 class TokenArrays:
     """All examples of some files, read only. Nothing is in memory but what is being looked at."""
 
-    def __init__(self, folder: Path, key: str, counts: Counts):
-        self.folder, self.key, self.counts = folder, key, counts
+    def __init__(self, folder: Path, content: str, counts: Counts):
+        self.folder, self.counts = folder, counts
+        self.content = content
+        """A hash of every token, whether it is learnt, and the records they come from."""
+
         opened = {name: _map(folder / name, kind) for name, kind in _FILES.items()}
         self._tokens, self._learnt = opened["tokens.i32"], opened["learnt.u8"]
         self._ends, self.records = opened["ends.i64"], opened["records.u64"]
@@ -108,13 +112,16 @@ class Writer:
         self._folder = folder
         self._ends, self._records = array("q"), array("Q")
         self._end = 0
+        self._hash = xxhash.xxh3_128()
 
     def __enter__(self) -> Writer:
         return self
 
     def append(self, tokens: Tokens, record: int) -> None:
-        self._files["tokens.i32"].write(tokens.ids.tobytes())
-        self._files["learnt.u8"].write(tokens.learnt.astype(np.uint8).tobytes())
+        for name, values in (("tokens.i32", tokens.ids), ("learnt.u8", tokens.learnt.astype(np.uint8))):
+            self._files[name].write(values.tobytes())
+            self._hash.update(values.tobytes())
+        self._hash.update(f"{len(tokens.ids)} {record}\n".encode())
         self._end += len(tokens.ids)
         self._ends.append(self._end)
         self._records.append(record)
@@ -129,7 +136,8 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
             sizes[name] = file.tell()
-        meta = {"format_version": FORMAT_VERSION, "sizes": sizes, "counts": asdict(counts)}
+        content = self._hash.hexdigest()
+        meta = {"format_version": FORMAT_VERSION, "content": content, "sizes": sizes, "counts": asdict(counts)}
         with open(self._folder / _META, "w", encoding="utf-8") as described:
             json.dump(meta, described, indent=1)
             described.flush()
@@ -184,11 +192,12 @@ def open_arrays(root: Path, key: str) -> TokenArrays | None:
         whole = meta["format_version"] == FORMAT_VERSION and all(
             (folder / name).stat().st_size == meta["sizes"][name] for name in _FILES
         )
+        content = str(meta["content"])
         known = {each.name for each in fields(Counts)}
         counts = Counts(**{name: int(value) for name, value in meta["counts"].items() if name in known})
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return TokenArrays(folder, key, counts) if whole else None
+    return TokenArrays(folder, content, counts) if whole else None
 
 
 def _map(path: Path, kind: type) -> npt.NDArray[Any]:

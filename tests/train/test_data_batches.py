@@ -81,6 +81,14 @@ def test_a_run_that_goes_on_at_any_step_gets_what_it_would_have_got(lengths, cho
     assert same(never_stopped.micro_batches(step), resumed.micro_batches(step))
 
 
+@given(lengths=LENGTHS, chosen=SETTINGS, num_steps=st.integers(1, 12))
+@settings(deadline=None, max_examples=60)
+def test_the_largest_shape_is_that_of_the_largest_step(lengths, chosen, num_steps):
+    data = TokenData(Arrays(lengths), np.arange(len(lengths)), chosen)
+    sizes = [[batch["labels"].numel() for batch in data.micro_batches(step)] for step in range(1, num_steps + 1)]
+    assert data.largest_shape(num_steps) == (max(max(each) for each in sizes), max(sum(each) for each in sizes))
+
+
 @given(lengths=LENGTHS, rows=st.integers(1, 3))
 @settings(deadline=None, max_examples=60)
 def test_packed_rows_keep_their_examples_apart(lengths, rows):

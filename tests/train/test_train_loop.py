@@ -21,6 +21,7 @@ from lohan.testing.zoo import tiny_model_folder
 from lohan.train import loop
 from lohan.train.config import TrainConfig
 from lohan.train.config_file import dump_config, load_config
+from lohan.train.data.packed_model import check_packing
 from lohan.train.data.splits import open_data
 from lohan.train.data.tokenizer import load_tokenizer
 from lohan.train.display import LiveDisplay, clock
@@ -247,15 +248,20 @@ def test_evaluations_go_on_where_they_were(config, monkeypatch):
     assert result.best_step == 4
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_packed_and_padded_data_have_the_same_loss_in_the_engine(config, rows):
+@pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("mistral", 3), ("opt", 2)])
+def test_packed_and_padded_data_have_the_same_loss_in_the_engine(config, tmp_path, name, rows):
     tokenizer = load_tokenizer(config.model_name_or_path)
+    folder = tiny_model_folder(name, tmp_path / name, vocab_size=512)
+    tokenizer.save_pretrained(folder)
+    config = replace(config, model_name_or_path=str(folder))
     losses = []
 
     def measure(run):
         for packing in (False, True):
             split = open_data(
-                replace(config, packing=packing, eval_share=0.5, per_device_eval_batch_size=rows), tokenizer
+                replace(config, packing=packing, eval_share=0.5, per_device_eval_batch_size=rows),
+                tokenizer,
+                block_mask=packing and check_packing(folder) == "block_mask",
             )
             losses.append(evaluate(run, split.held_out, at_once=2))
 

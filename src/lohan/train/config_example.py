@@ -92,19 +92,20 @@ def write_example(machine: MachineFacts, *, name: str = "my-run") -> str:
     ram = _gigabytes(0.75 * machine.free_ram_bytes)
     if machine.gpus:
         gpu = machine.gpus[0]
-        device = (
-            f"device: cuda                       # {gpu.name}, {format_bytes(gpu.memory_bytes)}\n"
-            f"gpu_memory: {_gigabytes(0.9 * gpu.memory_bytes)}"
-        )
+        device = _line("device: cuda", f"{gpu.name}, {format_bytes(gpu.memory_bytes)}")
+        device += f"\ngpu_memory: {_gigabytes(0.9 * gpu.memory_bytes)}"
     else:
-        device = "device: cpu                        # no GPU was found"
+        device = _line("device: cpu", "no GPU was found")
     return _TEMPLATE.format(
-        name=name,
+        output=_line(f"output_dir: {_quoted(name)}", "metrics, tokenised data, the trained model"),
         drives=_drive_lines(machine, name),
-        ram=ram,
-        free_ram=format_bytes(machine.free_ram_bytes),
+        memory=_line(f"host_memory: {ram}", f"of {format_bytes(machine.free_ram_bytes)} free"),
         device=device,
     )
+
+
+def _line(text: str, comment: str) -> str:
+    return f"{text:<38} # {comment}"
 
 
 def _gigabytes(num_bytes: float) -> str:
@@ -113,12 +114,16 @@ def _gigabytes(num_bytes: float) -> str:
 
 def _drive_lines(machine: MachineFacts, name: str) -> str:
     if not machine.drives:
-        return f"ssd: [{name}/ssd]  # no drive with {format_bytes(_MIN_DRIVE_BYTES)} free was found: name one"
+        return _line(
+            f"ssd: [{_quoted(name + '/ssd')}]",
+            f"no drive with {format_bytes(_MIN_DRIVE_BYTES)} free was found: name one",
+        )
     lines = ["ssd:"]
     for drive in machine.drives:
         parameters = drive.free_bytes / _BYTES_PER_PARAMETER / 1e9
         path = os.path.join(drive.path, name)
-        lines.append(f"  - {_quoted(path)}  # {format_bytes(drive.free_bytes)} free: {parameters:.1f}e9 parameters")
+        room = f"{format_bytes(drive.free_bytes)} free: room for {parameters:.1f}e9 parameters"
+        lines.append(_line(f"  - {_quoted(path)}", room))
     return "\n".join(lines)
 
 
@@ -135,12 +140,12 @@ _TEMPLATE = """\
 
 model_name_or_path: /models/my-model   # a Hugging Face folder: config, tokenizer, *.safetensors
 train_file: data.jsonl                 # messages, prompt/completion, text, alpaca or sharegpt; or a list of files
-output_dir: {name}                     # metrics, tokenised data, the trained model
+{output}
 
 # -- this machine
 # Weights and optimizer state live here: 24 bytes per parameter, over all drives. Leave out a drive you want to keep.
 {drives}
-host_memory: {ram}                     # of {free_ram} free
+{memory}
 {device}
 
 # -- data

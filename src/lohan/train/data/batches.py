@@ -82,18 +82,33 @@ class TokenData:
         """Epochs done after this step."""
         return step / self.steps_per_epoch
 
-    def rows_of(self, step: int) -> Indices:
-        """The rows of a step, counted from 1, in order."""
+    def rows_of(self, step: int, num_steps: int = 1) -> Indices:
+        """The rows of a step, counted from 1, in order; or of several steps of one epoch."""
         if step < 1:
             raise ValueError(f"step is {step}; steps are counted from 1")
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         start = within * self.rows_per_step
-        positions = np.arange(start, min(start + self.rows_per_step, self.num_rows))
+        positions = np.arange(start, min(start + num_steps * self.rows_per_step, self.num_rows))
         return shuffled(positions, self.num_rows, mix(self.settings.seed, epoch))
 
     def tokens_of(self, step: int) -> int:
         """Tokens of a step without filling."""
         return int(self._row_tokens[self.rows_of(step)].sum())
+
+    def largest_shape(self, num_steps: int) -> tuple[int, int]:
+        """The most tokens, filling included, of a micro-batch and of a step in steps 1 to num_steps: what memory must
+        hold. Looks at lengths only."""
+        micro, whole = 0, 0
+        for epoch in range(-(-num_steps // self.steps_per_epoch)):
+            done = epoch * self.steps_per_epoch
+            rows = self.rows_of(done + 1, min(self.steps_per_epoch, num_steps - done))
+            # A micro-batch never spans two steps: only an epoch's last step is not whole.
+            starts = np.arange(0, len(rows), self.settings.batch_rows)
+            widths = np.maximum.reduceat(self._row_tokens[rows], starts)
+            tokens = widths * np.diff(np.append(starts, len(rows)))
+            steps = np.add.reduceat(tokens, np.arange(0, len(tokens), self.settings.num_micro_batches))
+            micro, whole = max(micro, int(tokens.max())), max(whole, int(steps.max()))
+        return micro, whole
 
     def examples_of(self, row: int) -> Indices:
         """The examples in a row, as numbers of the tokenised data."""

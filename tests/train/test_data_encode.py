@@ -79,6 +79,24 @@ def test_what_a_template_refuses_is_named():
         encode(BYTES[STRICT], Conversation([{"role": "system", "content": "x"}, *TURNS]))
 
 
+def test_an_answer_without_an_end_gets_one():
+    tokenizer = byte_level(CHATML.replace("<|im_end|>\n{% endfor %}", "{% endfor %}"))
+    [tokens] = encode(tokenizer, Conversation(TURNS))
+    assert learnt(tokenizer, tokens) == "I am fine.It is four</s>"
+    [tokens] = encode(BYTES[CHATML], Conversation(TURNS))
+    assert "</s>" not in whole(BYTES[CHATML], tokens)
+
+
+def test_a_message_that_only_calls_a_tool_has_the_content_its_template_wants():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    strict = CHATML.replace("{{ message['content'] }}", "{{ message['content'].strip() }}{{ message['tool_calls'] }}")
+    lenient = CHATML.replace("{{ message['content'] }}", "{{ 'calls' if message['content'] is none else 'says' }}")
+    for template, expected in ((strict, "add"), (lenient, "calls")):
+        tokenizer = byte_level(template)
+        [tokens] = encode(tokenizer, Conversation([TURNS[0], call]))
+        assert expected in learnt(tokenizer, tokens)
+
+
 def test_answers_in_a_prompt_are_not_learnt():
     for template in (CHATML, MARKED, None):
         [tokens] = encode(BYTES[template], Conversation(TURNS, learn_from=2))

@@ -56,6 +56,9 @@ class Counts:
     split: int = 0
     """Conversations that became several examples."""
 
+    ended: int = 0
+    """Got the end-of-text token because the chat template marks no end of an answer."""
+
     tokens: int = 0
     labels: int = 0
     max_token: int = 0
@@ -72,6 +75,8 @@ class Counts:
             )
         if self.split:
             said.append(f"{self.split:,} conversations became one example per answer, as the chat template asks for")
+        if self.ended:
+            said.append(f"{self.ended:,} examples got an end-of-text token: the chat template marks no end of answers")
         if self.empty:
             said.append(f"{self.empty:,} empty examples were left out")
         if self.without_label:

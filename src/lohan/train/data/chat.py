@@ -128,20 +128,29 @@ class ChatRenderer:
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
+        def render(shown: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
             texts, spans = render_jinja_template(
-                conversations=[messages],
+                conversations=[shown],
                 tools=conversation.tools,
                 chat_template=template,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=marks,
                 **self._special,
             )
-        except Exception as error:  # a template is a program of somebody else's: it can fail in any way
+            return texts[0], [tuple(span) for span in spans[0]] if marks else []
+
+        try:
+            try:
+                return render(messages)
+            except Exception:  # a template is a program of somebody else's: it can fail in any way
+                if all(message["content"] is not None for message in messages):
+                    raise
+                # Some templates want null where a message only calls a tool, others an empty text.
+                return render([{**message, "content": message["content"] or ""} for message in messages])
+        except Exception as error:
             raise DataError(
                 f"{place}: the chat template refuses this conversation: {str(error) or type(error).__name__}"
             ) from None
-        return texts[0], [tuple(span) for span in spans[0]] if marks else []
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

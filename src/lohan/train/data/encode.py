@@ -52,6 +52,9 @@ class Encoder:
             self._chat.has_template = False
         self._first = _first_tokens(tokenizer)
         self._end: int | None = tokenizer.eos_token_id
+        self._marks = {*tokenizer.get_added_vocab().values(), self._end}
+        self.num_ended = 0
+        """Texts of a chat template that got the end-of-text token because nothing marked their end."""
 
     def encode(self, examples: Sequence[tuple[str, Example]]) -> list[list[Tokens]]:
         """For each (place, example) its tokens: usually one, none without an answer, several if it had to be split."""
@@ -138,8 +141,21 @@ class Encoder:
             end = [] if self._end is None or ids[-1:] == [self._end] else [self._end]
             ids = [*first, *ids, *end]
             learnt = np.concatenate([np.zeros(len(first), np.bool_), learnt, np.ones(len(end), np.bool_)])
+        elif self._end is not None and not self._has_end(ids):
+            self.num_ended += 1
+            ids, learnt = [*ids, self._end], np.append(learnt, learnt[-1:])
         learnt[:1] = False  # there is nothing to predict it from
         return Tokens(np.array(ids, dtype=np.int32), learnt)
+
+    def _has_end(self, ids: list[int]) -> bool:
+        """Whether a text ends with a token that means something by itself, white space aside. Where a template writes
+        none (GLM's ends an answer with the next turn), a model would never learn to stop."""
+        for token in reversed(ids):
+            if token in self._marks:
+                return True
+            if self._spelled([token]).strip():
+                return False
+        return True
 
 
 def _edges(rendered: Rendered) -> list[int]:

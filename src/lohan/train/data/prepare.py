@@ -74,6 +74,7 @@ def _write(
     for batch in _batches(examples):
         for found, (_, _, record) in zip(encoder.encode([one[:2] for one in batch]), batch, strict=True):
             _keep(found, record, settings.max_length, writer, counts)
+        counts.ended = encoder.num_ended
         if progress is not None:
             progress(sum(reader.done_bytes for reader in readers), total)
     return counts

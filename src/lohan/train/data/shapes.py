@@ -38,7 +38,7 @@ class Conversation:
 
     @property
     def num_chars(self) -> int:
-        return sum(len(message["content"]) for message in self.messages)
+        return sum(len(message["content"] or "") for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ def _message(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise DataError(f"{place} has no role. Write user, assistant, system or tool in it.")
     if "content" not in message:
-        # What calls a tool need not say anything.
         if not message.get("tool_calls"):
             raise DataError(f"{place} has no content.")
-        message["content"] = ""
+        message["content"] = None  # what calls a tool need not say anything
+        return message
     message["content"] = _content(message["content"], place)
     return message
 

@@ -17,6 +17,7 @@ from schedule_graph import ASYNCHRONOUS, Graph
 from lohan.engine.devices import CpuDevice
 from lohan.engine.engine import Engine
 from lohan.engine.run import open_run
+from lohan.plan.schedule import Key
 from lohan.store import Handle
 from lohan.testing import parity, zoo
 from lohan.testing.late_files import QuickFiles
@@ -24,42 +25,40 @@ from lohan.testing.parity import Case
 
 STEPS, HOLD_SECONDS = 3, 1.5
 
+
+def small(micro_batches=1, **values):
+    return Case(commit_every=2, micro_batches=micro_batches, **values)
+
+
 CONFIGURATIONS = {
-    "streamed, cpu": Case(commit_every=2),
-    "streamed, virtual": Case(commit_every=2, device="virtual"),
-    "some resident, cpu": Case(commit_every=2, memory="some"),
-    "some resident, virtual": Case(commit_every=2, memory="some", device="virtual"),
-    "all resident, virtual": Case(commit_every=2, memory="all", device="virtual"),
-    "tied, cpu": Case(model="qwen3", commit_every=2),
-    "tied, virtual": Case(model="qwen3", commit_every=2, device="virtual"),
-    "tied resident, virtual": Case(model="qwen3", commit_every=2, device="virtual", memory="some"),
-    "deferred, gradients on ssd, cpu": Case(commit_every=2, clip="deferred", gradients="ssd"),
-    "deferred, gradients on ssd, virtual": Case(commit_every=2, clip="deferred", gradients="ssd", device="virtual"),
-    "deferred, some resident, virtual": Case(commit_every=2, clip="deferred", memory="some", device="virtual"),
-    "speculative, streamed, cpu": Case(commit_every=2, clip="speculative"),
-    "speculative, gradients on ssd, virtual": Case(
-        commit_every=2, clip="speculative", gradients="ssd", device="virtual"
+    "streamed, cpu": small(),
+    "streamed, virtual": small(device="virtual"),
+    "some resident, cpu": small(memory="some"),
+    "some resident, virtual": small(memory="some", device="virtual"),
+    "all resident, virtual": small(memory="all", device="virtual"),
+    "tied, cpu": small(model="qwen3"),
+    "tied, virtual": small(model="qwen3", device="virtual"),
+    "tied resident, virtual": small(model="qwen3", device="virtual", memory="some"),
+    "deferred, gradients on ssd, cpu": small(clip="deferred", gradients="ssd"),
+    "deferred, gradients on ssd, virtual": small(clip="deferred", gradients="ssd", device="virtual"),
+    "deferred, some resident, virtual": small(clip="deferred", memory="some", device="virtual"),
+    "speculative, streamed, cpu": small(clip="speculative"),
+    "speculative, gradients on ssd, virtual": small(clip="speculative", gradients="ssd", device="virtual"),
+    "speculative, some resident, virtual": small(clip="speculative", memory="some", device="virtual"),
+    "speculative, always clipped, virtual": small(clip="speculative", memory="some", device="virtual"),
+    "speculative, left units, virtual": small(clip="speculative", memory="some", device="virtual", left_units=2),
+    "left units, streamed, cpu": small(left_units=2),
+    "left units, some resident, virtual": small(left_units=2, memory="some", device="virtual"),
+    "separate stage, cpu": small(strategy="separate-stage"),
+    "separate stage, gradients on ssd, virtual": small(strategy="separate-stage", gradients="ssd", device="virtual"),
+    "speculative, separate stage, virtual": small(
+        clip="speculative", strategy="separate-stage", memory="some", device="virtual"
     ),
-    "speculative, some resident, virtual": Case(commit_every=2, clip="speculative", memory="some", device="virtual"),
-    "speculative, always clipped, virtual": Case(commit_every=2, clip="speculative", memory="some", device="virtual"),
-    "speculative, left units, virtual": Case(
-        commit_every=2, clip="speculative", memory="some", device="virtual", left_units=2
-    ),
-    "left units, streamed, cpu": Case(commit_every=2, left_units=2),
-    "left units, some resident, virtual": Case(commit_every=2, left_units=2, memory="some", device="virtual"),
-    "separate stage, cpu": Case(commit_every=2, strategy="separate-stage"),
-    "separate stage, gradients on ssd, virtual": Case(
-        commit_every=2, strategy="separate-stage", gradients="ssd", device="virtual"
-    ),
-    "speculative, separate stage, virtual": Case(
-        commit_every=2, clip="speculative", strategy="separate-stage", memory="some", device="virtual"
-    ),
-    "skipped, deferred, virtual": Case(
-        commit_every=2, clip="deferred", precision="fp16 fp32", memory="some", device="virtual"
-    ),
-    "skipped, speculative, virtual": Case(
-        commit_every=2, clip="speculative", precision="fp16 fp32", memory="some", device="virtual"
-    ),
+    "skipped, deferred, virtual": small(clip="deferred", precision="fp16 fp32", memory="some", device="virtual"),
+    "skipped, speculative, virtual": small(clip="speculative", precision="fp16 fp32", memory="some", device="virtual"),
+    "activations on ssd, cpu": small(activations="ssd", micro_batches=3),
+    "activations on ssd, virtual": small(activations="ssd", micro_batches=3, device="virtual"),
+    "activations in host memory, virtual": small(activations="host", micro_batches=3, device="virtual"),
 }
 
 MUTATIONS = {
@@ -83,15 +82,19 @@ MUTATIONS = {
         "write b waits for update b": 0,
     },
     "streamed, virtual": {
-        "backward waits for input_in": 0,
+        "act_in waits for act_out": 0,
+        "act_out waits for forward": 0,
+        "backward waits for act_in": 0,
+        "backward waits for gradient": 0,
         "evict read_weights.f waits for to_gpu f": 0,
         "forward waits for to_gpu f": 0,
         "gradient waits for backward": 0,
         "gradient waits for forward": 0,
-        "input_in waits for input_out": 0,
-        "input_out waits for forward": 0,
         "norm waits for gradient": 0,
+        "to_gpu b waits for backward": 0,
+        "to_gpu b waits for forward": 0,
         "to_gpu b waits for read_weights b": 0,
+        "to_gpu f waits for forward": 0,
         "to_gpu f waits for read_weights f": 0,
     },
     "some resident, cpu": {
@@ -179,6 +182,27 @@ MUTATIONS = {
         "update u waits for write k of the step before": 0,
         "write k waits for write u of the step before": 0,
     },
+    "activations on ssd, cpu": {
+        "act_in waits for act_read": 0,
+        "act_out waits for forward": 0,
+        "act_read waits for act_write": 0,
+        "act_write waits for act_out": 0,
+        "backward waits for act_in": 0,
+    },
+    "activations on ssd, virtual": {
+        "act_in waits for act_read": 0,
+        "act_in waits for backward": 0,
+        "act_in waits for forward": 0,
+        "act_read waits for act_write": 2,
+        "act_write waits for act_out": 0,
+        "backward waits for act_in": 0,
+        "forward waits for act_out": 0,
+    },
+    "activations in host memory, virtual": {
+        "act_in waits for act_out": 0,
+        "act_in waits for backward": 0,
+        "backward waits for act_in": 0,
+    },
     "skipped, speculative, virtual": {
         "read_weights f waits for rollback of the step before": 0,
         "to_gpu f waits for rollback of the step before": 0,
@@ -212,6 +236,7 @@ IMPLIED = {
     "read_weights b waits for write s of the step before",
     "read_weights h waits for write b of the step before",
     "read_weights s waits for write s of the step before",
+    "to_gpu h waits for forward",
     "to_gpu h waits for update b of the step before",
     "update b waits for backward",
     "update b waits for forward",
@@ -229,6 +254,7 @@ that it says what an operation needs; the simulator reads it too."""
 _COMMIT = "the store's commit waits for every write issued before it, and the lane has issued them all"
 _STAGE = "only when a separate stage may begin; nothing it reads is changed before"
 GUARDED = {
+    "act_read waits for act_out": "for slabs, of which there are enough here: test_schedule plays it with only one",
     "commit waits for write b": _COMMIT,
     "commit waits for write k": _COMMIT,
     "commit waits for write r": _COMMIT,
@@ -281,8 +307,8 @@ class Setup:
         self.folder = models / f"small-{case.model}"
         if not self.folder.exists():
             zoo.tiny_model_folder(case.model, self.folder, num_hidden_layers=3, hidden_size=32, intermediate_size=64)
-        self.data = parity.batches(STEPS, 1)
-        for (batch,) in self.data:
+        self.data = parity.batches(STEPS, case.micro_batches)
+        for batch, *_ in self.data:
             batch["input_ids"][:, 0] = parity.VOCABULARY - 1  # the last row of the table is the last to be updated
         self.settings = parity.training_settings(case)
         limit, self.scale = parity.look_ahead(self.folder, self.data, self.settings)
@@ -293,7 +319,8 @@ class Setup:
     def plan(self, model, plan):
         # So much memory that a lack of it never orders anything: only waits do.
         plan = parity.plan_of(self.case)(model, plan)
-        return replace(plan, weights_slabs=24, state_slabs=64, gradient_slabs=24)
+        transit = 24 if plan.transit_bytes else 0
+        return replace(plan, weights_slabs=24, state_slabs=64, gradient_slabs=24, transit_slabs=transit)
 
     def run(self, directory):
         """Three steps, the second committed, an evaluation, and what a reopening finds after the third is lost."""
@@ -302,7 +329,8 @@ class Setup:
             "model": self.folder, "ssd": [directory], "host_memory": 112 << 20, "weights": [1.0], "device": case.device,
             "piece_elements": 4096, "store_files": QuickFiles(), "commit_every": case.commit_every, "versions": 3,
             "clip": "auto" if case.clip == "off" else case.clip, "strategy": case.strategy,
-            "left_units": case.left_units, "keep_nothing_in_memory": True, **self.settings,
+            "left_units": case.left_units, "activations": parity.activations_of(case), "keep_nothing_in_memory": True,
+            **self.settings,
         }  # fmt: skip
         directory.mkdir(parents=True)
 
@@ -341,7 +369,7 @@ class Recorder:
             put(engine, [self._without_wait(op) for op in ops], begin)
 
         def holding_bind(engine, op, begin):
-            return self._held(engine, op, bind(engine, op, begin))
+            return self._held(engine, op, self._with_room(engine, op, bind(engine, op, begin)))
 
         monkeypatch.setattr(Engine, "put", recording_put)
         monkeypatch.setattr(Engine, "_bind", holding_bind)
@@ -354,6 +382,7 @@ class Recorder:
         """
         self.puts, self.spoilt, self._in_turn = [], spoilt, in_turn
         self._reached, self._consumer_done = threading.Event(), threading.Event()
+        self._leaving = set()
         if not patient:
             self._reached.set()
 
@@ -361,6 +390,29 @@ class Recorder:
         if self.spoilt is None or op.key != self.spoilt[0]:
             return op
         return replace(op, waits=tuple(key for key in op.waits if key != self.spoilt[1]))
+
+    def _with_room(self, engine, op, run):
+        """Some waits only make room on the device: raise where more is there than the plan says."""
+        plan, place = engine.plan, (op.key.unit, op.key.piece)
+
+        def checked():
+            handle = run()
+            if op.key.kind == "forward" and op.key.step > 0 and engine.scheduler._tiers(op.key.unit):
+                self._leaving.add(place)
+            elif op.key.kind == "act_out":
+                self._leaving.discard(place)
+            weights = [key for key in engine._device_weights if key.phase != "h"]  # the tied table comes on top
+            assert len(weights) <= plan.device_units, f"{op.key}: weights of {weights} on the device"
+            assert len(engine._device_gradients) <= plan.device_units, f"{op.key}: gradients on the device"
+            assert len(self._leaving) <= plan.swap_window, f"{op.key}: {self._leaving} wait to leave"
+            arrived, head = len(engine.swapper._arrived), len(engine.layouts) - 1
+            if op.key.kind == "act_in":  # the head's micro-batches that are still to come need their room too
+                forwards = [Key(op.key.step, "forward", head, n) for n in range(engine.compute.num_micro_batches)]
+                arrived += sum(not engine._tasks[key].done.is_set() for key in forwards)
+            assert arrived <= plan.swap_window, f"{op.key}: {engine.swapper._arrived.keys()} here"
+            return handle
+
+        return checked if plan.separate_memory else run
 
     def _held(self, engine, op, run):
         if self.spoilt is None or op.key not in self.spoilt:
@@ -388,7 +440,8 @@ class Recorder:
         def landing_late():
             # The read is issued in its turn; its bytes come when the consumer is done.
             run().wait()
-            memory = engine._buffers[op.key].tensor
+            swapped = op.key.kind == "act_read"
+            memory = (engine.swapper._packed[op.key.unit, op.key.piece] if swapped else engine._buffers[op.key]).tensor
             bytes_read = memory.clone()
             memory.fill_(0xFF)
             landed = Handle(f"late {op.key.kind}")
@@ -418,9 +471,9 @@ class Recorder:
 
         if op.key == self.spoilt[0]:
             return consumer
-        if op.lane == "ssd_write" and op.key.kind in ASYNCHRONOUS and not self._in_turn:
+        if op.lane in ("ssd_write", "swap_out") and op.key.kind in ASYNCHRONOUS and not self._in_turn:
             return taken_late
-        return landing_late if op.key.kind in ASYNCHRONOUS and op.lane == "ssd_read" else awaited
+        return landing_late if op.key.kind in ASYNCHRONOUS and op.lane in ("ssd_read", "swap_in") else awaited
 
 
 def kind_of(key, wait):

@@ -3,14 +3,10 @@
 import shutil
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from lohan.engine.devices import VirtualOptions
-from lohan.engine.replay import Replayer
-from lohan.engine.run import open_run
 from lohan.plan.activations import Activations
 from lohan.testing import parity, zoo
 

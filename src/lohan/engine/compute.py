@@ -83,10 +83,8 @@ class Compute:
         self._replayer = Replayer(device.random_state, device.set_random_state)
         self._keep = keep
         self._takes_num_items = takes_num_items(model)
-        self._cast = compute_dtype != wire
-        sizes = [self._cast_bytes(layout) for layout in layouts]
-        tied = sum(self._param_bytes(p.shape) for p in units.embedding.params if p.name in units.tied)
-        self._cast_memory = device.empty(max([sizes[-1] + tied, *sizes[:-1]])) if self._cast else None
+        cast_bytes = cast_memory_bytes(units, layouts, compute_dtype, wire)
+        self._cast_memory = device.empty(cast_bytes) if cast_bytes else None
         self._table = {
             p.name
             for p in units.embedding.params
@@ -105,10 +103,7 @@ class Compute:
         self._batches: Sequence[MicroBatch] = ()
 
     def _param_bytes(self, shape: Sequence[int]) -> int:
-        return -(-math.prod(shape) * self._dtype.itemsize // ALIGN) * ALIGN
-
-    def _cast_bytes(self, layout: UnitLayout) -> int:
-        return max(ALIGN, sum(self._param_bytes(param.shape) for param in layout.spec.params))
+        return _param_bytes(shape, self._dtype)
 
     @property
     def num_micro_batches(self) -> int:
@@ -384,6 +379,21 @@ class Compute:
         if unit == 0:
             self._end()
         return frozenset(missing)
+
+
+def _param_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN
+
+
+def cast_memory_bytes(
+    units: Units, layouts: Sequence[UnitLayout], compute_dtype: torch.dtype, wire: torch.dtype
+) -> int:
+    """Memory that a unit's weights are widened into while it runs; none where they are used as they travel."""
+    if compute_dtype == wire:
+        return 0
+    sizes = [sum(_param_bytes(param.shape, compute_dtype) for param in layout.spec.params) for layout in layouts]
+    tied = sum(_param_bytes(p.shape, compute_dtype) for p in units.embedding.params if p.name in units.tied)
+    return max(ALIGN, sizes[-1] + tied, *sizes[:-1])
 
 
 def _without_graph(run: Any, args: Any, kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from lohan.models.units import ParamSpec, Units, UnitSpec
 from lohan.optim.update import Updater
 from lohan.plan.pieces import Chunk, TensorSize, UnitPieces, cut_unit
 from lohan.plan.plan import ModelSize, UnitSize
+from lohan.profiles import OperatorProfile
 from lohan.store import RecordSpec
 
 
@@ -90,11 +91,20 @@ def records_of(layouts: Sequence[UnitLayout], *, gradients: bool) -> list[Record
     return records
 
 
-def model_size(layouts: Sequence[UnitLayout], *, tied: bool, tokens: int = 0, input_bytes: int = 0) -> ModelSize:
+def model_size(
+    layouts: Sequence[UnitLayout],
+    *,
+    tied: bool,
+    tokens: int = 0,
+    input_bytes: int = 0,
+    operators: Mapping[int, tuple[OperatorProfile, ...]] | None = None,
+) -> ModelSize:
     """The numbers the plan works with, for `tokens` in a step and this size of a block's input in a micro-batch.
 
-    Forward FLOPs are 2 per parameter and token, none for embedding tables.
+    Forward FLOPs are 2 per parameter and token, none for embedding tables. `operators`: the heavy ones of each unit,
+    for one micro-batch, where they are known.
     """
+    known = operators or {}
     return ModelSize(
         tuple(
             UnitSize(
@@ -107,8 +117,9 @@ def model_size(layouts: Sequence[UnitLayout], *, tied: bool, tokens: int = 0, in
                 if layout.spec.kind == "embedding"
                 else 2.0 * tokens * sum(p.num_elements for p in layout.spec.params if len(p.shape) >= 2),
                 input_bytes=input_bytes if layout.spec.kind == "block" else 0,
+                operators=known.get(unit, ()),
             )
-            for layout in layouts
+            for unit, layout in enumerate(layouts)
         ),
         tied=tied,
     )

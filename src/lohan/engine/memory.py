@@ -18,13 +18,12 @@ from torch import nn
 from lohan.engine.layout import UnitLayout
 from lohan.models.units import Units
 from lohan.plan.fit import HostBudget
+from lohan.plan.head import head_bytes
 
 # Python objects, thread stacks, the allocator's own slack, libraries that are loaded with the first operator.
 _OVERHEAD_BYTES = 48 << 20
 # What the C library keeps of freed memory all the same (see bound_allocator).
 _ALLOCATOR_SLACK = 1.3
-# Copies of the logits alive at once in loss and backward: logits, their fp32 form, log-softmax, its gradient.
-_LOGITS_COPIES = 4
 # What a block keeps for its backward, in multiples of its matmuls' inputs and outputs.
 _BLOCK_COPIES = 2
 
@@ -81,7 +80,6 @@ def resident_bytes() -> int:
 
 
 def host_budget(
-    model: nn.Module,
     units: Units,
     layouts: Sequence[UnitLayout],
     *,
@@ -89,12 +87,15 @@ def host_budget(
     max_tokens: int,
     dtype: torch.dtype,
     separate_memory: bool,
+    head_chunks: int = 1,
 ) -> HostBudget:
     """Split host memory between computing and staging."""
     largest = max(param.num_elements for param in units.params) * 4  # a norm is taken of a whole fp32 tensor
     if separate_memory:
         return HostBudget(total=total, compute=_OVERHEAD_BYTES + largest)
-    busiest = max(_block_bytes(layouts, max_tokens, dtype), _outer_bytes(units, layouts, max_tokens, dtype))
+    busiest = max(
+        _block_bytes(layouts, max_tokens, dtype), _outer_bytes(units, layouts, max_tokens, dtype, head_chunks)
+    )
     compute = _OVERHEAD_BYTES + round(busiest * _ALLOCATOR_SLACK)
     return HostBudget(total=total, compute=compute, slack=_ALLOCATOR_SLACK)
 
@@ -121,7 +122,7 @@ def _block_bytes(layouts: Sequence[UnitLayout], tokens: int, dtype: torch.dtype)
     return most
 
 
-def _outer_bytes(units: Units, layouts: Sequence[UnitLayout], tokens: int, dtype: torch.dtype) -> int:
+def _outer_bytes(units: Units, layouts: Sequence[UnitLayout], tokens: int, dtype: torch.dtype, head_chunks: int) -> int:
     """Head and embedding: weights, gradients (a tied one is held twice), logits."""
     size = dtype.itemsize
     tied = sum(param.num_elements for param in units.embedding.params if param.name in units.tied) * size
@@ -131,7 +132,7 @@ def _outer_bytes(units: Units, layouts: Sequence[UnitLayout], tokens: int, dtype
     words = max(
         (param.shape[0] for param in (*units.head.params, *units.embedding.params) if len(param.shape) == 2), default=0
     )
-    logits = _LOGITS_COPIES * tokens * words * 4
+    logits = head_bytes(tokens, words, head_chunks)
     at_head = (1 + cast) * (head + tied) + logits
     at_embedding = 2 * embedding + tied + (embedding if cast else 0)
     return math.ceil(max(at_head, at_embedding))

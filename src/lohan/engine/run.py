@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from lohan.engine.create import build_model, may_clip, num_versions, open_run_st
 from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
 from lohan.engine.export import Progress, export_store
-from lohan.engine.layout import UnitLayout, model_size
-from lohan.engine.memory import Relief, bound_allocator, hidden_size, host_budget, resident_bytes
+from lohan.engine.layout import UnitLayout
+from lohan.engine.memory import Relief, bound_allocator, resident_bytes
+from lohan.engine.planning import Planned, Planning
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
 from lohan.engine.swap import open_scratch
@@ -38,10 +39,11 @@ from lohan.errors import ConfigError, LohanError
 from lohan.models.units import Units
 from lohan.optim import LossScale, Updater
 from lohan.plan.activations import Activations
-from lohan.plan.fit import HostBudget, Wishes, fit_plan, staging_bytes
+from lohan.plan.fit import HostBudget, Wishes, staging_bytes
 from lohan.plan.pieces import PIECE_ELEMENTS
-from lohan.plan.plan import ModelSize, Plan
+from lohan.plan.plan import Plan
 from lohan.plan.schedule import Key
+from lohan.profiles import MachineProfile
 from lohan.sizes import parse_size
 from lohan.store import Arena, Files, Store
 
@@ -86,6 +88,8 @@ class Run:
         wishes: Wishes,
         folder: RunFolder,
         trace: Trace,
+        machine: MachineProfile | None = None,
+        head_chunks: int | None = None,
     ):
         self.model, self.units, self.layouts, self.store, self.device = model, units, layouts, store, device
         self.settings = settings
@@ -93,6 +97,11 @@ class Run:
         self._base_bytes = resident_bytes()
         self._updater, self._host_bytes, self._commit_every = updater, host_bytes, commit_every
         self._wishes, self._trace = wishes, trace
+        self.planned: Planned | None = None
+        self._planning = Planning(
+            model=model, units=units, layouts=layouts, device=device, settings=settings, wishes=wishes,
+            host_bytes=host_bytes, machine=machine, head_chunks=head_chunks,
+        )  # fmt: skip
         self.folder = folder
         self._schedule = settings.make_schedule()
         self._order = [name for name, _ in model.named_parameters()]
@@ -209,23 +218,15 @@ class Run:
         if self._engine is not None and all(new <= old for new, old in zip(shape, self._shape, strict=True)):
             return self._engine
         self._close_engine()
-        dtype = self.settings.compute(self.device.name)
-        size = model_size(
-            self.layouts, tied=bool(self.units.tied), tokens=sum(tokens),
-            input_bytes=max(tokens) * hidden_size(self.model, self.units) * dtype.itemsize,
-        )  # fmt: skip
-        budget = host_budget(
-            self.model, self.units, self.layouts, total=self._host_bytes, max_tokens=max(tokens), dtype=dtype,
-            separate_memory=self.device.separate_memory,
-        )  # fmt: skip
-        plan = fit_plan(size, budget, replace(self._wishes, micro_batches=len(tokens), activations=self._choose(size)))
+        planned = self._planning.plan(micro_batches)
+        size, plan, budget = planned.size, planned.plan, planned.budget
         gradients = [layout.gradient_record for layout in self.layouts if layout.pieces.state_bytes]
         if plan.gradients_on_ssd and not all(self.store.layout.has(name) for name in gradients):
             raise ConfigError(
                 "This run's store was made without room for gradients, and host_memory cannot hold them. "
                 "Raise host_memory, or create the run again."
             )
-        self.plan, self._shape = plan, shape
+        self.planned, self.plan, self._shape = planned, plan, shape
         try:
             arena = Arena(staging_bytes(size, plan))
             self._owned.callback(arena.close)
@@ -233,8 +234,8 @@ class Run:
             self._owned.callback(self.device.unpin, arena.memory)
             compute = Compute(
                 self.model, self.units, self.layouts, self.device,
-                compute_dtype=dtype, wire=self.settings.wire, seed=self.settings.seed, head_chunks=plan.head_chunks,
-                keep=[plan.keeps(unit) for unit in range(len(self.layouts))],
+                compute_dtype=self.settings.compute(self.device.name), wire=self.settings.wire, seed=self.settings.seed,
+                head_chunks=plan.head_chunks, keep=[plan.keeps(unit) for unit in range(len(self.layouts))],
             )  # fmt: skip
             scratch = self._owned.enter_context(self._open_scratch(plan, len(tokens)))
             self._engine = Engine(
@@ -247,14 +248,6 @@ class Run:
             self._owned.close()
             raise
         return self._engine
-
-    def _choose(self, size: ModelSize) -> Activations:
-        """What happens to activations between forward and backward."""
-        if self._wishes.activations != Activations():
-            return self._wishes.activations
-        if not self.device.separate_memory:
-            return Activations()
-        return Activations(inputs=tuple("host" if unit.kind == "block" else "device" for unit in size.units))
 
     def _open_scratch(self, plan: Plan, micro_batches: int) -> AbstractContextManager[Store | None]:
         units = [unit for unit in range(len(self.layouts)) if "ssd" in plan.tiers(unit)]
@@ -459,6 +452,8 @@ def open_run(
     strategy: str = "lohan",
     left_units: int = 0,
     activations: Activations | None = None,
+    head_chunks: int | None = None,
+    machine: MachineProfile | None = None,
     weights: Sequence[float] | None = None,
     virtual: VirtualOptions | None = None,
     keep_nothing_in_memory: bool = False,
@@ -473,6 +468,9 @@ def open_run(
 
     A run keeps what it needs of its model's folder, so going on with one does not need `model`. With `trace`, every
     step writes a file for https://ui.perfetto.dev into that folder; the last 20 are kept.
+
+    With the machine's profile (`machine`) the plan chooses which activations to keep, to send away or to compute again;
+    `activations` sets that by hand, `head_chunks` in how many parts the head's loss is computed.
 
     The other arguments are fields of Settings: learning_rate, max_grad_norm, state_format and so on. On leaving, the
     last step is committed; after an error the run stays at its last commit. `store_files` is for tests: what the store
@@ -525,7 +523,7 @@ def open_run(
         run = Run(
             model=built.module, units=built.units, layouts=built.layouts, updater=built.updater, store=store,
             device=opened, settings=chosen, host_bytes=host_bytes, commit_every=commit_every, wishes=wishes,
-            folder=folder, trace=recorded,
+            folder=folder, trace=recorded, machine=machine, head_chunks=head_chunks,
         )  # fmt: skip
         try:
             yield run

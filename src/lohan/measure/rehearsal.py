@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,17 @@ from lohan.profiles import OperatorProfile
 
 class Unrehearsable(Exception):
     """This model cannot be run without data; the reason is in the text."""
+
+
+class Peaks(NamedTuple):
+    """Live bytes that one micro-batch of a block takes at most."""
+
+    forward: int
+    first_backward: int
+    """Of a step's first micro-batch, which makes the weights' gradients."""
+
+    later_backward: int
+    """Of the others, which find them there; they are counted."""
 
 
 @dataclass(slots=True)
@@ -53,7 +64,7 @@ class BlockTrace:
     """Parameters in the compute dtype."""
 
     call: tuple[Any, Any] = field(repr=False, default=((), {}))
-    peaks: dict[frozenset[int], tuple[int, int]] = field(default_factory=dict)
+    peaks: dict[frozenset[int], Peaks] = field(default_factory=dict)
 
 
 class Rehearsal:
@@ -80,6 +91,11 @@ class Rehearsal:
         self._replayer = Replayer(torch.get_rng_state, torch.set_rng_state)
         self.kinds: list[BlockTrace] = []
         self._known: dict[Any, tuple[BlockTrace, Any]] = {}
+        self.head_bytes = 0
+        """Live bytes that the head, its loss and its backward take at most, for the first micro-batch of a step."""
+        self.later_head_bytes = 0
+        """For the others, which find the head's gradients there."""
+        budget = self._budget = MemoryBudget(None, device_types=(device.type, "meta"))
         was_training = model.training
         logger = logging.getLogger("torch._subclasses.fake_tensor")  # it shouts about what is answered here
         level = logger.level
@@ -97,7 +113,15 @@ class Rehearsal:
                     owned.enter_context(context)
                 model.train()
                 ids = torch.zeros((rows, tokens), dtype=torch.long, device=device)
-                model(input_ids=ids)
+                for later in (False, True):  # the second micro-batch finds the first one's gradients there
+                    with budget.watch():
+                        loss = model(input_ids=ids, labels=ids)["loss"]  # as in a run, its logits are let go
+                        torch.autograd.backward(loss)
+                        del loss
+                    if not later:
+                        start = self._before_head
+                        self.head_bytes = round((budget.peak_bytes - start) * scale)
+                    self.later_head_bytes = round((budget.peak_bytes - start) * scale)
         except Exception as error:
             raise Unrehearsable(f"{type(error).__name__}: {error}") from error
         finally:
@@ -131,16 +155,30 @@ class Rehearsal:
         block = self._blocks[index]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._no_mask(block, kwargs.get("attention_mask")):
+                kwargs["attention_mask"] = None
             signature = _signature(block, args, kwargs)
             known = self._known.get(signature)
             if known is None:
                 trace, result = self._trace(index, run, args, kwargs)
                 self.kinds.append(trace)
                 known = self._known[signature] = (trace, result)
-            known[0].blocks.append(index)
+            if index not in known[0].blocks:
+                known[0].blocks.append(index)
+            self._budget.reset_peak()  # what comes behind the last block is the head's
+            self._before_head = self._budget.live_bytes
             return map_tensors(known[1], lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
 
         return forward
+
+    def _no_mask(self, block: nn.Module, mask: Any) -> bool:
+        """Whether a run without padding would have no mask here: transformers always makes one for fake tensors."""
+        config: Any = getattr(self._model, "config", None)
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or getattr(config, "_attn_implementation", "") != "sdpa":
+            return False
+        sliding = getattr(block, "attention_type", getattr(getattr(block, "self_attn", None), "layer_type", ""))
+        window = getattr(config, "sliding_window", None)
+        return window is None or sliding == "full_attention" or mask.shape[-1] <= int(window)
 
     def _trace(self, index: int, run: Any, args: Any, kwargs: Any) -> tuple[BlockTrace, Any]:
         block = self._blocks[index]
@@ -170,7 +208,7 @@ class Rehearsal:
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         return round(sum(tensor.nbytes for tensor in tensors) * self._scale)
 
-    def peaks(self, kind: BlockTrace, kept: Sequence[int]) -> tuple[int, int]:
+    def peaks(self, kind: BlockTrace, kept: Sequence[int]) -> Peaks:
         """Live bytes that forward and backward of one micro-batch take at most, these operators being kept.
 
         Counted from what is there before: arguments, weights, kept outputs and the gradient of the output are not in
@@ -183,7 +221,7 @@ class Rehearsal:
                 kind.peaks[key] = self._measure(kind, dict.fromkeys(key, "device"))
         return kind.peaks[key]
 
-    def _measure(self, kind: BlockTrace, keep: dict[int, str]) -> tuple[int, int]:
+    def _measure(self, kind: BlockTrace, keep: dict[int, str]) -> Peaks:
         index = kind.blocks[0]
         block = self._blocks[index]
         budget = MemoryBudget(None, device_types=(self._device.type, "meta"))
@@ -199,15 +237,20 @@ class Rehearsal:
             forward = budget.peak_bytes
         gradients = [torch.empty_like(tensor) for tensor in tensors_in(result) if tensor.is_floating_point()]
         del result
-        budget.reset_peak()
         before = budget.live_bytes
-        with budget.watch():
-            with self._replayer.replay(recording, f"block {index}"):
-                outputs = [t for t in tensors_in(block.forward(*args, **kwargs)) if t.requires_grad]
-            recording.kept.clear()  # backward's graph holds them from here on
-            if outputs:
-                torch.autograd.backward(outputs, gradients[: len(outputs)])
-        return round(forward * self._scale), round((budget.peak_bytes - before) * self._scale)
+        backward = []
+        for _ in range(2):  # the second micro-batch finds the first one's gradients there
+            budget.reset_peak()
+            with budget.watch():
+                with self._replayer.replay(recording, f"block {index}"):
+                    outputs = [t for t in tensors_in(block.forward(*args, **kwargs)) if t.requires_grad]
+                if outputs:
+                    torch.autograd.backward(outputs, gradients[: len(outputs)])
+                del outputs
+            backward.append(round((budget.peak_bytes - before) * self._scale))
+            for tensor in tensors_in((args, kwargs)):
+                tensor.grad = None
+        return Peaks(round(forward * self._scale), backward[0], backward[1])
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -216,7 +259,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         query, key = args[0], args[1]
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        return 4.0 * pairs * query.shape[3] * (0.5 if given.get("is_causal") else 1.0)
+        return float(4.0 * pairs * query.shape[3] * (0.5 if given.get("is_causal") else 1.0))
     count: Any = flop_registry.get(func.overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 

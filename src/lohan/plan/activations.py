@@ -3,9 +3,9 @@
 Keeping an output saves computing it again and costs its bytes on every link it crosses. Operators are taken in the
 order of their offloading benefit, FLOPs saved per byte moved (ties: the smaller first, then from the top of the model
 down, what backward needs soonest). The first to be taken stay on the device while it has room, the next go to host
-memory, the rest on to SSD. Along that order the time of a step is the larger of a falling line (computing) and rising ones (links,
-drives), for forward and for backward: convex, so the best amount is where it stops falling. Block inputs are kept
-always: nothing could be computed again without them.
+memory, the rest on to SSD. Along that order the time of a step is the larger of a falling line (computing) and rising
+ones (links, drives), for forward and for backward: convex, so the best amount is where it stops falling. Block inputs
+are always kept: nothing could be computed again without them.
 
 Pure: numbers in, decision out.
 """

@@ -159,6 +159,16 @@ class Run:
         self._trace.end_step(number, started, ended)
         return StepResult(number, _sum(engine.compute.losses), norm, state.overflow, tokens, ended - started, rate)
 
+    def reserve(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Plan for micro-batches as large as these (only the labels' shapes count); smaller ones need no new plan."""
+        self._check_alive()
+        self._ready(micro_batches)
+
+    def rest(self) -> None:
+        """Write down what is under way and give all memory back until the next step, which needs a plan again."""
+        self._check_alive()
+        self._close_engine()
+
     def _settle(self, engine: Engine, state: StepState) -> None:
         """The step's norm is known: keep, redo or drop what was updated on a guess, and count."""
         clip = engine.plan.clip

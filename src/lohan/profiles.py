@@ -59,7 +59,16 @@ class MachineProfile:
     update_parameters_per_second: float
     """The CPU's optimizer step, all threads, state already in RAM."""
 
+    norm_share: float | None = None
+    """Of an update's time, what the norm of the same gradient takes; None: not measured."""
+
+    weights_seconds_per_parameter: float = 0.0
+    """Of each unit, in forward and again in backward, beside its arithmetic and whatever the number of micro-batches:
+    widening weights to the compute dtype, casting the gradient back."""
+
     checksum_bytes_per_second: float | None = None
+    """What the drives would move if all cores did nothing but serve them: checksums, copies, system calls."""
+
     op_seconds: float = 0.0
     """Host work per scheduled operation: starting it, waking its lane."""
 

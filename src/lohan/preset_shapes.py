@@ -46,7 +46,7 @@ def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, head_size: int,
 def _gpt_oss(layers: int, experts: int) -> Shape:
     return Shape(
         layers=layers, hidden=2880, heads=64, kv_heads=8, head_size=64, intermediate=2880, vocabulary=201088,
-        biases=True, experts=experts, experts_per_token=4, window=128, full_attention_every=2,
+        biases=True, experts=experts, experts_per_token=4, window=128, full_attention_every=2, sinks=True,
     )  # fmt: skip
 
 

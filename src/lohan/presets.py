@@ -48,6 +48,9 @@ class Shape:
     query_norm: bool = False
     """Norms on queries and keys, one weight per head element."""
 
+    sinks: bool = False
+    """A learned logit per head beside the attention's scores."""
+
     sequence: int = 4096
     """What an estimate takes if nobody says otherwise."""
 
@@ -135,7 +138,7 @@ def _embedding(shape: Shape, tokens: int, compute_bytes: int) -> UnitProfile:
 
 
 def _head(shape: Shape, tokens: int, compute_bytes: int) -> UnitProfile:
-    norm = shape.hidden * (2 if shape.biases else 1)
+    norm = shape.hidden * (2 if shape.biases and not shape.experts else 1)
     tensors = [norm] if shape.tied else [norm, shape.vocabulary * shape.hidden]
     logits = tokens * shape.vocabulary
     return UnitProfile(
@@ -201,7 +204,9 @@ def _block_tensors(shape: Shape) -> tuple[int, ...]:
     tensors += [h * shape.up, shape.intermediate * h] * max(shape.experts, 1)
     if shape.biases:
         tensors += [width, h]
-        tensors += [shape.up, h] * max(shape.experts, 1)
+        tensors += [shape.up, h] * max(shape.experts, 1) + [shape.experts] * bool(shape.experts)
+    if shape.sinks:
+        tensors += [shape.heads]
     tensors += [h * (2 if shape.biases and not shape.experts else 1)] * shape.norms_per_block
     if shape.query_norm:
         tensors += [shape.head_size] * 2

@@ -125,6 +125,9 @@ class UnitProfile:
     """Peak of temporary memory in forward or backward of one micro-batch, `saved_bytes` included, weights and their
     gradients not."""
 
+    shared_bytes: int = 0
+    """Masks and tables that a micro-batch brings for all blocks of this kind, held until its backward is over."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:

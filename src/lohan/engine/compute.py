@@ -80,7 +80,7 @@ class Compute:
         self._stops = Stops(blocks)
         self._threads = Threads()
         self._escapes: dict[int, list[Escape]] = {}
-        self._replayer = Replayer(device.random_state, device.set_random_state)
+        self._replayer = Replayer(device.random_state, device.set_random_state, poison=device.poisons)
         self._keep = keep
         self._takes_num_items = takes_num_items(model)
         cast_bytes = cast_memory_bytes(units, layouts, compute_dtype, wire)
@@ -299,7 +299,7 @@ class Compute:
             )
 
         keep = dict(self._keep[unit]) if self._keep else {}
-        (result, _), call.recording = self._replayer.record(block, keep, go)
+        (result, _), call.recording = self._replayer.record(f"{self.units.blocks_name}.{block}", keep, go)
         self._results[micro_batch] = cut.make_leaves(block, result, (), trainable)
 
     def _finish_micro_batch(self, micro_batch: int, scale: float | None) -> None:

@@ -214,6 +214,8 @@ class Cut:
 class _Escape(torch.autograd.Function):
     """Passes a tensor on and takes its gradient to the cut it belongs to; nothing flows further."""
 
+    holds_nothing = True  # see replay.py
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: Cut, leaf: Leaf) -> Tensor:
         ctx.cut, ctx.leaf = cut, leaf

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lohan.engine.replay import Storages
 from lohan.engine.trees import map_tensors, tensors_in
 from lohan.errors import ModelError
 
@@ -25,14 +27,20 @@ Escape = tuple[str, int, int]
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers, weakly, every floating tensor that operators return."""
+    """Remembers, weakly, every floating tensor that operators return, and refuses what cannot be done twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._storages = Storages(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten.lift_fresh.default:  # a constant from Python is the block's own
+            self._storages.read(args, kwargs)
+            self._storages.written(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._storages.made(result)
         for tensor in tensors_in(result):
             if tensor.is_floating_point():
                 self.made.append((str(func), weakref.ref(tensor)))
@@ -79,7 +87,7 @@ def find_escapes(
         return tensor
 
     with _hooks(block, paths, watch_module):
-        with _Watch() as watch:
+        with _Watch(name) as watch:
             result = run()
     known = {id(tensor) for tensor in (*tensors_in(result), *arguments)}
     known |= {id(tensor._base) for tensor in tensors_in(result)}  # a result that is a view keeps what it is a view of

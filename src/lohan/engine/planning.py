@@ -7,7 +7,7 @@ memory and all the rest is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,14 +24,19 @@ from lohan.errors import PlanInfeasible
 from lohan.measure.rehearsal import Rehearsal, Unrehearsable, rehearse
 from lohan.models.units import Units
 from lohan.plan.activations import Activations, Room, choose
-from lohan.plan.fit import HostBudget, Wishes, fit_plan, staging_bytes
+from lohan.plan.fit import HostBudget, Wishes, fit_plan, staging_bytes, with_activations
 from lohan.plan.head import head_chunks_for
 from lohan.plan.plan import ModelSize, Plan
 from lohan.profiles import MachineProfile
+from lohan.sim import simulate_steps
 from lohan.sizes import format_bytes
 
 _LOGITS_SHARE = 8
 """The head is computed in chunks when its logits would take more than this part of the memory it computes in."""
+
+
+_MAX_SIMULATED = 1500
+"""Units times micro-batches up to which a choice is refined by simulating it: about 30 ms each at that size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,13 +103,25 @@ class Planning:
         room_on_device = 0 if needs is None or limit is None else limit - needs.total_bytes
         for _ in range(4):
             room = Room(device=max(0, room_on_device), host=self._host_room(size, budget, plan), ssd=1 << 60)
-            best = choose(size, plan, self._machine, room, micro_batches=num)
+            best = choose(size, plan, self._machine, room, micro_batches=num, predict=self._predictor(size, plan, num))
             chosen = replace(fit_plan(size, budget, replace(wishes, activations=best.activations)), head_chunks=chunks)
             needs = self._needs(rehearsal, chosen, rows * tokens, num)
             if needs is None or limit is None or needs.total_bytes <= limit:
                 return Planned(size=size, budget=budget, plan=chosen, needs=needs)
             room_on_device -= needs.total_bytes - limit + (limit >> 6)
         return Planned(size=size, budget=budget, plan=plan, needs=self._needs(rehearsal, plan, rows * tokens, num))
+
+    def _predictor(self, size: ModelSize, plan: Plan, num: int) -> Callable[[Activations], float] | None:
+        """Seconds of a step by the simulator, where that takes less than a moment."""
+        machine = self._machine
+        if machine is None or len(size.units) * num > _MAX_SIMULATED:
+            return None
+
+        def predict(activations: Activations) -> float:
+            changed = with_activations(size, plan, activations, num)
+            return simulate_steps(size, changed, machine, micro_batches=num, steps=3, commit=False).seconds_per_step
+
+        return predict
 
     # -- numbers --------------------------------------------------------------------------------------
 

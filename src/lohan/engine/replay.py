@@ -8,16 +8,19 @@ was never filled, the rest compute as before.
 
 What is needed is worked out on whole storages, so views and in-place changes need no rules of their own. Always
 computed: random operators (their state moves on), integers and booleans (routing, which Python may read), operators
-without a schema, and everything in a block that uses a custom autograd function or hands numbers to Python, because
-what those look at cannot be seen from here. A kept output that is changed in place later is copied before.
-The order of operators must be the same in both runs; if it is not, the block is refused by name.
+without a schema, and everything in a block that uses a custom autograd function, hooks on gradients or on saved
+tensors, or hands a tensor's memory to Python, because what those look at cannot be seen from here. A kept output that
+is changed in place later is copied before.
+
+Both runs must be the same: the same operators on the same shapes and numbers. A block that differs, that changes
+memory it did not make (its inputs, buffers, weights) or draws from a generator of its own is refused by name.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +51,8 @@ class _Kind:
     name: str
     view: bool
     """Computes nothing: all it returns are views."""
+    same: bool
+    """A view that may be of the whole tensor and its own shape: then it says nothing."""
     heavy: bool
     fresh: bool
     """All it returns is new memory."""
@@ -56,6 +61,7 @@ class _Kind:
     writes: tuple[int, ...] = ()
     """Positional arguments it changes."""
     writes_names: tuple[str, ...] = ()
+    random: bool = False
 
 
 _kinds: dict[Any, _Kind] = {}
@@ -68,32 +74,44 @@ def _kind(func: Any) -> _Kind:
     return known
 
 
+_STATISTICS = {"aten::native_batch_norm": 5, "aten::cudnn_batch_norm": 5, "aten::miopen_batch_norm": 5}
+"""Operators that change their running statistics without saying so in their schema, and which argument says whether."""
+
+
 def _read_schema(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator
-        return _Kind(str(func), view=False, heavy=False, fresh=False, always=True)
+        return _Kind(str(func), view=False, same=False, heavy=False, fresh=False, always=True)
     aliases = [value.alias_info for value in schema.returns]
     fresh = bool(aliases) and all(alias is None for alias in aliases)
     view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    # In inference mode reshape and the like arrive whole, and may be views or copies.
+    view = view and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     view = view or schema.name.startswith("prim::")  # questions about a tensor
     changed = [index for index, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write]
     random = torch.Tag.nondeterministic_seeded in func.tags
+    # What returns numbers or truth values lets Python decide.
+    numbers = any("Tensor" not in str(value.type) for value in schema.returns)
     return _Kind(
         schema.name,
         view=view,
+        same=schema.name in ("aten::view", "aten::detach", "aten::alias"),
         heavy=fresh and not changed and schema.name in _HEAVY,
         fresh=fresh and not changed,
-        always=random or not aliases or schema.name == "aten::_local_scalar_dense",
+        always=random or not aliases or numbers,
         writes=tuple(changed),
         writes_names=tuple(schema.arguments[index].name for index in changed),
+        random=random,
     )
 
 
 @dataclass(slots=True)
 class OpRecord:
-    """One operator of a block's run that is not a mere view."""
+    """One operator of a block's run."""
 
     func: Any
+    given: tuple[Any, ...]
+    """Its arguments, tensors replaced by their shapes: what both runs must agree on."""
     reads: tuple[int, ...]
     """Storages, by number."""
     makes: tuple[int, ...]
@@ -103,8 +121,42 @@ class OpRecord:
     output_bytes: int = 0
     """Of a heavy operator."""
     always: bool = False
-    blank: tuple[Any, ...] | None = None
-    """Shape, strides, dtype and device of its one output, if it can be left out."""
+    blank: Any = None
+    """What its outputs look like, if they can be left out: one _Blank, or several."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            return cls(result.shape, result.stride(), result.dtype, result.device)
+        return type(result)(map(cls.of, result)) if isinstance(result, (tuple, list)) else None
+
+    def make(self, poison: bool) -> Tensor:
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return tensor.fill_(float("nan")) if poison else tensor
+
+
+def _fill_in(blank: Any, poison: bool) -> Any:
+    if isinstance(blank, (tuple, list)):
+        return type(blank)(_fill_in(item, poison) for item in blank)
+    return None if blank is None else blank.make(poison)
+
+
+def _given(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return (*map(_shown, args), *((name, _shown(value)) for name, value in kwargs.items()))
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape
+    return tuple(map(_shown, value)) if isinstance(value, (tuple, list)) else value
 
 
 @dataclass(slots=True)
@@ -204,12 +256,48 @@ def heavy_sources(ops: Sequence[OpRecord], storages: Iterable[int]) -> set[int]:
     return found
 
 
-class _Storages:
-    """Numbers for storages, never used twice although memory is."""
+class Storages:
+    """Numbers for the storages of a block's run, never used twice although memory is; and the rules for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: str) -> None:
+        self._block = block
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._next = 0
+        self._made: set[int] = set()
+        """Those that the block made itself."""
+
+    def read(self, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """What an operator is given."""
+        return tuple(self.number(tensor) for tensor in _tensors_of(args, kwargs))
+
+    def written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """What an operator is about to change, after read(). Refuses what cannot be done twice."""
+        kind = _kind(func)
+        if kind.random and any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise ModelError(
+                f"{self._block} draws random numbers from a generator of its own ({func}). It is run again for "
+                "backward and would draw others: use torch's default generator."
+            )
+        changed = [args[index] for index in kind.writes if index < len(args)]
+        changed += [kwargs[name] for name in kind.writes_names if name in kwargs]
+        if _STATISTICS.get(kind.name) is not None and args[_STATISTICS[kind.name]]:
+            changed += args[3:5]
+        numbers = tuple(self.number(tensor) for tensor in tensors_in(changed))
+        for number, tensor in zip(numbers, tensors_in(changed), strict=True):
+            if number not in self._made:
+                raise ModelError(
+                    f"{self._block} changes memory it did not make: {func} on a tensor of shape {tuple(tensor.shape)} "
+                    "(an argument, a buffer or a weight). It is run again for backward and would change it twice: "
+                    "let it work on a copy."
+                )
+        return numbers
+
+    def made(self, result: Any) -> tuple[int, ...]:
+        """What an operator has returned. Storages not seen before are the block's own."""
+        known = self._next
+        numbers = tuple(self.number(tensor) for tensor in tensors_in(result))
+        self._made.update(number for number in numbers if number > known)
+        return numbers
 
     def number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -225,53 +313,56 @@ class _Storages:
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    def __init__(self, keep: dict[int, str], random_state: Callable[[], Tensor], on_heavy: OnHeavy | None = None):
+    def __init__(
+        self, name: str, keep: dict[int, str], random_state: Callable[[], Tensor], on_heavy: OnHeavy | None = None
+    ):
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = Recording()
         self._on_heavy = on_heavy
         self._keep, self._random_state = keep, random_state
-        self._storages = _Storages()
+        self._storages = Storages(name)
         self._held: dict[int, list[Kept]] = {}
         """Kept outputs by storage, to be copied before somebody changes them."""
         self._num_heavy = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._save, _gone)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # see devices/budget.py
 
-    def save(self, tensor: Tensor) -> None:
+    def _save(self, tensor: Tensor) -> None:
         """What autograd does with a tensor it would save: nothing is kept."""
         self.made.saved.add(self._storages.number(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
-        if kind.view:
-            return func(*args, **kwargs)
-        number = self._storages.number
         ops = self.made.ops
-        reads = tuple(number(tensor) for tensor in _tensors_of(args, kwargs))
-        changed = [args[index] for index in kind.writes if index < len(args)]
-        changed += [kwargs[name] for name in kind.writes_names if name in kwargs]
-        written = tuple(number(tensor) for tensor in tensors_in(changed))
+        if kind.view:
+            result = func(*args, **kwargs)
+            if kind.name == "aten::lift_fresh":
+                self._storages.made(result)
+            if not _says_nothing(kind, args, result):
+                ops.append(OpRecord(func, _given_to_view(kind, args, kwargs), (), ()))
+            return result
+        if torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is not self.hooks.pack_hook:
+            self.made.opaque = True  # somebody else takes what is saved here
+        storages, given = self._storages, _given(args, kwargs)
+        reads, written = storages.read(args, kwargs), storages.written(func, args, kwargs)
         for storage in written:
             for one in self._held.pop(storage, ()):
                 assert one.tensor is not None
                 one.tensor = one.tensor.clone()
         result = func(*args, **kwargs)
-        if kind.fresh and isinstance(result, Tensor):
-            record = OpRecord(func, reads, (number(result),), always=kind.always or not result.is_floating_point())
-            if not record.always:
-                record.blank = (result.shape, result.stride(), result.dtype, result.device)
-        else:
-            outputs = list(tensors_in(result))
-            always = kind.always or not all(tensor.is_floating_point() for tensor in outputs)
-            record = OpRecord(
-                func, reads, tuple(number(t) for t in outputs) + written, always=always and not kind.heavy
-            )
+        makes = storages.made(result) + written
+        outputs = list(tensors_in(result))
+        always = kind.always or not all(tensor.is_floating_point() for tensor in outputs)
+        record = OpRecord(func, given, reads, makes, always=always and not (kind.heavy and len(outputs) > 1))
+        if kind.fresh and not always:
+            record.blank = _Blank.of(result)
         if kind.heavy:
             record.heavy = self._num_heavy
-            record.output_bytes = sum(tensor.nbytes for tensor in tensors_in(result))
+            record.output_bytes = sum(tensor.nbytes for tensor in outputs)
             if self._on_heavy is not None:
                 self._on_heavy(func, args, kwargs, result)
             tier = self._keep.get(self._num_heavy)
@@ -305,12 +396,30 @@ def _tensors_of(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield value
 
 
+def _says_nothing(kind: _Kind, args: Any, result: Any) -> bool:
+    """Views of the whole tensor in its own shape come and go, with hooks for example."""
+    return kind.name.startswith("prim::") or (kind.same and result.shape == args[0].shape)
+
+
+def _given_to_view(kind: _Kind, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    given = _given(args, kwargs)
+    if kind.name == "aten::as_strided" and len(args) > 3:
+        return (*given, args[0].storage_offset())  # only from the same place does its offset lead to the same numbers
+    if kind.name == "aten::lift_fresh" and type(args[0]) is Tensor and args[0].numel() <= _FEW:
+        return (*given, repr(args[0].tolist()))  # a constant that Python made
+    return given
+
+
+_FEW = 64
+"""Constants up to this many numbers are compared. Picked by feel."""
+
+
 class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    def __init__(self, recording: Recording, name: str, set_random_state: Callable[[Tensor], None]):
+    def __init__(self, recording: Recording, name: str, set_random_state: Callable[[Tensor], None], poison: bool):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recording, self._name = recording, name
+        self._recording, self._name, self._poison = recording, name, poison
         self._set_random_state = set_random_state
         self.position = 0
 
@@ -319,27 +428,46 @@ class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # see devices/budget.py
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _kind(func).view:
-            return func(*args, **(kwargs or {}))
-        recording, number = self._recording, self.position
-        self.position += 1
-        if number >= len(recording.ops) or recording.ops[number].func is not func:
-            expected = str(recording.ops[number].func) if number < len(recording.ops) else "its end"
-            raise ModelError(
-                f"{self._name} ran {func} as operator {number} where its forward ran {expected}. A block that does "
-                "not repeat itself cannot be recomputed: remove what makes it change between two runs."
-            )
+        kwargs, kind = kwargs or {}, _kind(func)
+        if kind.view:
+            result = func(*args, **kwargs)
+            if not _says_nothing(kind, args, result):
+                self._next(func, _given_to_view(kind, args, kwargs))
+            return result
+        recording, number = self._recording, self._next(func, _given(args, kwargs))
         kept = recording.kept.get(number)
         if kept is not None:
             if number in recording.random_state:
                 self._set_random_state(recording.random_state[number])
             return _unwrap(kept)
-        if number not in recording.needed:
-            blank = recording.ops[number].blank
-            if blank is not None:
-                shape, stride, dtype, device = blank
-                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return func(*args, **(kwargs or {}))
+        blank = recording.ops[number].blank
+        if blank is not None and number not in recording.needed:
+            return _fill_in(blank, self._poison)
+        return func(*args, **kwargs)
+
+    def _next(self, func: Any, given: tuple[Any, ...]) -> int:
+        """The number of the operator that runs now, which must be the one that ran in forward."""
+        ops, number = self._recording.ops, self.position
+        self.position += 1
+        expected = ops[number] if number < len(ops) else None
+        if expected is None or expected.func is not func or not _equal(expected.given, given):
+            before = "its end" if expected is None else f"{expected.func}{expected.given}"
+            self._refuse(f"{func}{given} as operator {number} where its forward ran {before}")
+        return number
+
+    def finish(self) -> None:
+        if self.position < len(self._recording.ops):
+            self._refuse(f"{self.position} operators where its forward ran {len(self._recording.ops)}")
+
+    def _refuse(self, what: str) -> None:
+        raise ModelError(
+            f"{self._name} ran {what}. A block that does not repeat itself cannot be recomputed: remove what makes it "
+            "change between two runs."
+        )
+
+
+def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return one == other or repr(one) == repr(other)  # NaN is not equal to itself
 
 
 def _unwrap(kept: Any) -> Any:
@@ -352,55 +480,66 @@ def _unwrap(kept: Any) -> Any:
 
 
 class _Peeks(TorchFunctionMode):
-    """Sees Python read a tensor's numbers past the dispatcher."""
+    """Sees Python get at a tensor's memory past the dispatcher, or at the graph."""
 
-    _READS = frozenset({"tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"})
+    _READS = frozenset({"tolist", "register_hook", "register_post_accumulate_grad_hook"})
+    _CHANGES = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "_to_dlpack"})
+    _ATTRIBUTES = frozenset({"grad_fn"})
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
+        self.read = False
+        self.changed = False
+        """Perhaps: somebody has the address."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in self._READS:
-            self.seen = True
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            self.read = self.read or getattr(func.__self__, "__name__", "") in self._ATTRIBUTES
+        elif name in self._READS:
+            self.read = True
+        elif name in self._CHANGES:
+            self.changed = True
         return func(*args, **(kwargs or {}))
 
 
 class Replayer:
-    """Records and replays the blocks of a model, and remembers which of them cannot be seen through."""
+    """Records and replays the blocks of a model."""
 
-    def __init__(self, random_state: Callable[[], Tensor], set_random_state: Callable[[Tensor], None]):
-        self._random_state, self._set_random_state = random_state, set_random_state
-        self._opaque: dict[int, bool] = {}
+    def __init__(
+        self,
+        random_state: Callable[[], Tensor],
+        set_random_state: Callable[[Tensor], None],
+        *,
+        poison: bool = False,
+    ):
+        """With `poison`, what a replay leaves out holds NaN, so that reading it cannot pass by luck."""
+        self._random_state, self._set_random_state, self._poison = random_state, set_random_state, poison
 
     def record(
-        self, block: int, keep: dict[int, str], run: Callable[[], Any], on_heavy: OnHeavy | None = None
+        self, name: str, keep: dict[int, str], run: Callable[[], Any], on_heavy: OnHeavy | None = None
     ) -> tuple[Any, Recording]:
-        """Run a block's forward. Its result still has its graph, which holds no tensors.
+        """Run a block's forward. Its result still has its graph, which holds no tensors. `name` is for refusals.
 
         `on_heavy(operator, args, kwargs, result)` is told of every heavy operator, in order.
         """
-        mode = _Record(keep, self._random_state, on_heavy)
-        peeks = None if block in self._opaque else _Peeks()
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(mode.save, _gone))
-            stack.enter_context(mode)
-            if peeks is not None:
-                stack.enter_context(peeks)
+        mode, peeks = _Record(name, keep, self._random_state, on_heavy), _Peeks()
+        with torch.enable_grad(), mode.hooks, mode, peeks:
             result = run()
-        if peeks is not None:
-            self._opaque[block] = peeks.seen or _has_custom_function(tensors_in(result))
         recording = mode.made
-        recording.opaque = self._opaque[block]
+        if peeks.changed:
+            recording.kept.clear()  # it may have been changed behind our back
+        if peeks.read or peeks.changed or _has_custom_function(tensors_in(result)):
+            recording.opaque = True
         recording.finish()
         return result, recording
 
     @contextmanager
     def replay(self, recording: Recording, name: str) -> Iterator[None]:
         """The block runs inside, with a graph."""
-        with torch.enable_grad(), _Replay(recording, name, self._set_random_state):
+        with torch.enable_grad(), _Replay(recording, name, self._set_random_state, self._poison) as mode:
             yield
+        mode.finish()
 
 
 def _gone(_: Any) -> Tensor:
@@ -408,6 +547,7 @@ def _gone(_: Any) -> Tensor:
 
 
 def _has_custom_function(tensors: Iterable[Tensor]) -> bool:
+    """Whether a node of the graph may hold tensors that autograd does not know of."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set()
     while waiting:
@@ -416,6 +556,9 @@ def _has_custom_function(tensors: Iterable[Tensor]) -> bool:
             continue
         seen.add(node)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
+            if not getattr(node, "holds_nothing", False):
+                return True
+        elif type(node).__name__ == "CppFunction":  # written in C++ outside of torch, or a scripted function
             return True
         waiting += [below for below, _ in node.next_functions if below is not None]
     return False

@@ -89,8 +89,6 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
     plan = Plan(
         strategy=wishes.strategy,
         separate_memory=wishes.separate_memory,
-        inputs=wishes.activations.inputs,
-        kept=wishes.activations.kept,
         resident_weights=empty,
         resident_state=empty,
         separate_stage=wishes.strategy == "separate-stage",
@@ -99,7 +97,7 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         state_slabs=2,
         gradient_slabs=2,
     )
-    plan = _room_for_activations(model, plan, wishes)
+    plan = with_activations(model, plan, wishes.activations, wishes.micro_batches)
     waiting = waiting_bytes(model, plan, wishes.micro_batches, on_device=not plan.separate_memory)
     waiting = 0 if plan.separate_memory else round(waiting * budget.slack)
     free = budget.staging - waiting
@@ -156,9 +154,10 @@ def waiting_bytes(model: ModelSize, plan: Plan, micro_batches: int, *, on_device
     return total * micro_batches
 
 
-def _room_for_activations(model: ModelSize, plan: Plan, wishes: Wishes) -> Plan:
-    """Host memory for what waits there, and for what passes through on its way to SSD."""
-    asked, transit, waiting = wishes.activations, 0, 0
+def with_activations(model: ModelSize, plan: Plan, asked: Activations, micro_batches: int) -> Plan:
+    """The plan with these activations, and host memory for what waits there or passes through on its way to SSD."""
+    plan = replace(plan, inputs=asked.inputs, kept=asked.kept)
+    transit, waiting = 0, 0
     for number, unit in enumerate(model.units):
         sizes = [(unit.input_bytes, plan.input_tier(number))]
         for op, tier in plan.keeps(number).items():
@@ -166,7 +165,7 @@ def _room_for_activations(model: ModelSize, plan: Plan, wishes: Wishes) -> Plan:
         transit = max(transit, sum(-(-size // 64) * 64 for size, tier in sizes if tier == "ssd"))
         waiting += sum(_pages(size) for size, tier in sizes if tier == "host" and unit.kind == "block")
     transit = _pages(asked.transit_bytes if asked.transit_bytes is not None else transit)
-    waiting = asked.host_bytes if asked.host_bytes is not None else waiting * wishes.micro_batches
+    waiting = asked.host_bytes if asked.host_bytes is not None else waiting * micro_batches
     return replace(
         plan,
         transit_bytes=transit,

@@ -190,7 +190,7 @@ class Rehearsal:
                 names.append(".".join([*where, func._schema.name.removeprefix("aten::").strip("_")]))
                 flops.append(_flops(func, op_args, op_kwargs, result))
 
-            result, recording = self._replayer.record(index, {}, lambda: run(*args, **kwargs), heavy)
+            result, recording = self._replayer.record(f"block {index}", {}, lambda: run(*args, **kwargs), heavy)
         weights = sum(p.numel() for p in block.parameters()) * self._dtype.itemsize
         passed = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         shared = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.requires_grad]
@@ -232,7 +232,7 @@ class Rehearsal:
 
         args, kwargs = map_tensors(kind.call, again)
         with budget.watch():
-            result, recording = self._replayer.record(index, keep, lambda: block.forward(*args, **kwargs))
+            result, recording = self._replayer.record(f"block {index}", keep, lambda: block.forward(*args, **kwargs))
             result = map_tensors(result, lambda tensor: tensor.detach())
             forward = budget.peak_bytes
         gradients = [torch.empty_like(tensor) for tensor in tensors_in(result) if tensor.is_floating_point()]

@@ -31,8 +31,9 @@ import torch
 
 from against_ram import batches
 from lohan.engine.devices import VirtualOptions
-from lohan.engine.layout import UnitLayout, model_size, records_of
+from lohan.engine.layout import UnitLayout, records_of
 from lohan.engine.run import Run, open_run
+from lohan.plan.schedule import Scheduler
 from lohan.store import Arena, Handle, Slab, Store, create_store, has_store, open_arena, open_store, round_up
 from lohan.store.sealed import checksum
 
@@ -145,12 +146,12 @@ def _stream(store: Store, arena: Arena, reads: list[tuple[str, int]], writes: li
 
 
 def checksum_rate() -> float:
-    """Bytes per second of the store's checksum on one core."""
+    """Bytes per second of the store's checksum with all cores on it, from what one core does."""
     data = memoryview(bytearray(64 << 20))
     started = time.perf_counter()
     for _ in range(8):
         checksum(data)
-    return 8 * len(data) / (time.perf_counter() - started)
+    return torch.get_num_threads() * 8 * len(data) / (time.perf_counter() - started)
 
 
 def in_memory(folder: Path, directory: Path, tokens: int, vocabulary: int) -> dict[str, float]:
@@ -209,7 +210,7 @@ def measure(directory: Path, shape: str, vocabulary: int, rounds: int, owned: Ex
     few = 32
     probe = case("probe", few, None, max_grad_norm=None)
     layouts = probe.run.layouts
-    flops = step_flops(probe.run, few)
+    flops = step_flops(probe.run)
     drive = statistics.median(drive_alone(layouts, directory / "drive") for _ in range(3))
     print(f"{parameters / 1e6:.1f}M parameters; the drive alone takes {drive:.2f} s for a step", flush=True)
     paces = {"compute": flops / (3 * drive), "balanced": flops / drive, "ssd": flops / (drive / 3)}
@@ -264,10 +265,11 @@ def measure(directory: Path, shape: str, vocabulary: int, rounds: int, owned: Ex
     print(json.dumps(result))
 
 
-def step_flops(run: Run, tokens: int) -> float:
+def step_flops(run: Run) -> float:
     """What the schedule counts for a step: the work that `virtual` paces."""
-    units = model_size(run.layouts, tied=False, tokens=tokens).units
-    return sum(unit.forward_flops * (3 if unit.kind == "head" else 4) for unit in units)
+    assert run.planned is not None
+    ops = Scheduler(run.planned.size, run.planned.plan).step(1, commit=False)
+    return sum(op.flops for op in ops)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from lohan import __version__
+from lohan.cli_profile import profile
 from lohan.errors import LohanError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 store_app = typer.Typer(name="store", help="Look at a store on disk.", no_args_is_help=True)
 app.add_typer(store_app)
+app.command()(profile)
 
 Directories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="All drive directories of one store, in any order.")

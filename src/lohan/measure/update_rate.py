@@ -1,0 +1,75 @@
+"""How fast the CPU updates: the run's own Updater on pieces of the run's own size, and the norm of a gradient.
+
+The memory is an arena's, as in a run, and larger than any cache, so every piece comes from RAM.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lohan.engine.pools import as_tensor
+from lohan.measure.timing import durations
+from lohan.optim import GradNorm, Updater
+from lohan.plan.pieces import PIECE_ELEMENTS
+from lohan.store import Arena, open_arena, round_up
+
+_NUM_PIECES = 24
+_NORM_PIECES = 4
+"""A norm is taken of a whole tensor; 4 million elements is a projection of a small model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateRate:
+    """What the cores do to parameters whose state is in RAM, with all threads."""
+
+    parameters_per_second: float
+    norm_share: float
+    """Of that time, what the norm of as many gradients takes."""
+
+
+def measure_update(updater: Updater, *, seconds: float = 2.0, piece_elements: int = PIECE_ELEMENTS) -> UpdateRate:
+    """The rate of this updater: its optimizer, its state format, its wire dtype."""
+    item = updater.wire_dtype.itemsize
+    state_bytes = updater.state_bytes(piece_elements)
+    weights_bytes = _NUM_PIECES * piece_elements * item
+    with open_arena(2 * round_up(weights_bytes) + _NUM_PIECES * round_up(state_bytes)) as arena:
+        # Every view of the arena's memory must be gone before it is closed, so they live in a call of their own.
+        return _measure(updater, arena, seconds, piece_elements)
+
+
+def _measure(updater: Updater, arena: Arena, seconds: float, size: int) -> UpdateRate:
+    wire, grad = (_values(arena, updater.wire_dtype, _NUM_PIECES * size, scale) for scale in (0.02, 1e-3))
+    states = [as_tensor(arena.lease(updater.state_bytes(size)).view) for _ in range(_NUM_PIECES)]
+    pieces = [slice(number * size, (number + 1) * size) for number in range(_NUM_PIECES)]
+    for piece, state in zip(pieces, states, strict=True):
+        updater.initialise(wire[piece], wire[piece], state)
+    step = 0
+
+    def update() -> None:
+        nonlocal step
+        step += 1
+        for piece, state in zip(pieces, states, strict=True):
+            updater.update(wire[piece], state, grad[piece], step=step, lr=1e-5, weight_decay=0.01)
+
+    def norm() -> None:
+        for start in range(0, grad.numel(), _NORM_PIECES * size):
+            GradNorm.tensor_norm(grad[start : start + _NORM_PIECES * size])
+
+    updating = statistics.median(durations(update, 0.8 * seconds))
+    return UpdateRate(
+        parameters_per_second=_NUM_PIECES * size / updating,
+        norm_share=statistics.median(durations(norm, 0.2 * seconds)) / updating,
+    )
+
+
+def _values(arena: Arena, dtype: torch.dtype, num: int, scale: float) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    values = as_tensor(arena.lease(num * dtype.itemsize).view).view(dtype)
+    some = (torch.randn(1 << 16, generator=generator) * scale).to(dtype)
+    for start in range(0, num, some.numel()):
+        values[start : start + some.numel()] = some[: num - start]
+    return values

@@ -50,7 +50,7 @@ def export_run(
     The other directories are those run.json names, unless `ssd` says where they are now.
     """
     folder = read_run_folder(Path(run))
-    directories = [Path(directory) for directory in ssd] or _directories(folder)
+    directories = [Path(directory) for directory in ssd] or run_directories(folder)
     with ExitStack() as owned:
         try:
             store = owned.enter_context(open_store(directories))
@@ -73,7 +73,7 @@ def export_run(
         )
 
 
-def _directories(folder: RunFolder) -> list[Path]:
+def run_directories(folder: RunFolder) -> list[Path]:
     """Where the run's drives are: the first where it was named, the others where they were last seen."""
     named = [folder.directory, *(Path(directory) for directory in folder.info.directories[1:])]
     lost = [str(directory) for directory in named if not directory.is_dir()]

@@ -66,7 +66,7 @@ def verify_directories(
     directories: Sequence[Path], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
     """Read everything committed; `progress` is told the bytes done and the bytes there are."""
-    with _held(directories), open_store(directories, read_only=True) as store:
+    with held(directories), open_store(directories, read_only=True) as store:
         parts = {r.name: store.written_parts(r.name) for r in store.layout.records if not r.scratch}
         total, done = sum(size for own in parts.values() for _, size in own), 0
 
@@ -114,7 +114,7 @@ def _open_unlocked(directories: Sequence[Path]) -> Iterator[tuple[Store, list[st
 
 
 @contextmanager
-def _held(directories: Sequence[Path]) -> Iterator[None]:
+def held(directories: Sequence[Path]) -> Iterator[None]:
     """The locks of all drives. A drive nobody may write to needs none."""
     files, locks = Files(), []
     try:

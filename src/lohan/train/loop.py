@@ -21,6 +21,7 @@ from lohan.engine.run import Run, StepResult, open_run
 from lohan.errors import ConfigError
 from lohan.optim import make_schedule
 from lohan.store import has_store
+from lohan.store.report import describe_store
 from lohan.train.config import AUTO, TrainConfig
 from lohan.train.config_example import free_ram
 from lohan.train.config_file import dump_config
@@ -32,10 +33,11 @@ from lohan.train.evaluation import Evaluations, evaluate, is_due
 from lohan.train.fitness import check_model
 from lohan.train.interrupt import Interrupt
 from lohan.train.metrics import MetricsFile
+from lohan.train.preview import Preview, largest_batches, preview
 from lohan.train.reporters import Reporters, make_reporters
 from lohan.train.resume import check_same, memory_of, recall
+from lohan.train.status import CONFIG_NAME, note_status
 
-CONFIG_NAME = "config.yaml"
 MODEL_NAME, BEST_NAME = "model", "best"
 _FREE_SHARE = 0.75
 
@@ -66,11 +68,13 @@ def train(
     live: bool | None = None,
     say: Callable[[str], None] = print,
     on_run: Callable[[Run], None] | None = None,
+    on_preview: Callable[[Preview], None] | None = None,
 ) -> TrainResult:
     """Train to the end of the config, from the last commit if there is a run in `ssd`.
 
     `resume`: True insists that there is one, False that there is none. `accept_changes` goes on although settings that
-    change the result differ. `live` forces the display on a terminal or plain lines. `on_run` is told the open run.
+    change the result differ. `live` forces the display on a terminal or plain lines. `on_run` is told the open run,
+    `on_preview` what it will take, before its store is made or opened; raising there calls it off.
     """
     going_on = _going_on(config, resume)
     folder = _model_folder(config, going_on)
@@ -80,13 +84,18 @@ def train(
     for sentence in data.report:
         say(sentence)
     total = total_steps(config, data.train.steps_per_epoch)
+    arguments = run_arguments(config, total)
+    ahead = preview(arguments, folder, data, total_steps=total, done_steps=_done_steps(config) if going_on else None)
+    if on_preview is not None:
+        on_preview(ahead)
     with ExitStack() as owned:
-        run = owned.enter_context(open_run(model=folder, **run_arguments(config, total)))
+        run = owned.enter_context(open_run(model=folder, **arguments))
         if on_run is not None:
             on_run(run)
         saved = recall(run.store.metadata)
         check_same(saved, config, data.train.fingerprint, accept=accept_changes, say=say)
         (Path(config.output_dir) / CONFIG_NAME).write_text(dump_config(config), encoding="utf-8")
+        note_status(Path(config.output_dir), "running", total_steps=total)
         if run.step_number:
             say(f"Going on after step {run.step_number} of {total}.")
         loop = _Loop(
@@ -99,6 +108,7 @@ def train(
             reporters=owned.enter_context(reporters),
             display=owned.enter_context(make_display(total, every=config.logging_steps, live=live)),
         )  # fmt: skip
+        run.reserve(largest_batches(data, total))
         with Interrupt() as interrupt:
             loop.interrupt = interrupt
             stopped = loop.run_to_the_end()
@@ -109,6 +119,7 @@ def train(
             if loop.loss is not None or not model.exists():  # else nothing has changed since it was written
                 loop.export(MODEL_NAME)
             loop.display.say(f"The trained model is in {model}.")
+        note_status(Path(config.output_dir), stopped or "finished", total_steps=total)
         found = loop.evaluations
         return TrainResult(
             step=run.step_number,
@@ -283,6 +294,11 @@ def _going_on(config: TrainConfig, resume: bool | None) -> bool:
             f"There is a run in {', '.join(config.ssd)} already. Go on with it, or name other directories."
         )
     return there
+
+
+def _done_steps(config: TrainConfig) -> int:
+    """Of the run that is there, asked without its lock."""
+    return int(describe_store([Path(directory) for directory in config.ssd])["committed_step"] or 0)
 
 
 def _make_output(folder: Path) -> None:

@@ -110,6 +110,12 @@ class TokenData:
             micro, whole = max(micro, int(tokens.max())), max(whole, int(steps.max()))
         return micro, whole
 
+    def sizes_in_order(self) -> list[int]:
+        """Tokens, filling included, of every micro-batch of in_order(). Looks at lengths only."""
+        starts = np.arange(0, self.num_rows, self.settings.batch_rows)
+        widths = np.maximum.reduceat(self._row_tokens, starts)
+        return [int(size) for size in widths * np.diff(np.append(starts, self.num_rows))]
+
     def examples_of(self, row: int) -> Indices:
         """The examples in a row, as numbers of the tokenised data."""
         return self._examples[self._rows[row]]

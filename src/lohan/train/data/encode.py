@@ -50,7 +50,7 @@ class Encoder:
         self._chat = ChatRenderer(tokenizer, answers_only=answers_only)
         if not use_template:
             self._chat.has_template = False
-        self._first = _first_tokens(tokenizer)
+        self._first = first_tokens(tokenizer)
         self._end: int | None = tokenizer.eos_token_id
         self._marks = {*tokenizer.get_added_vocab().values(), self._end}
         self.num_ended = 0
@@ -164,7 +164,7 @@ def _edges(rendered: Rendered) -> list[int]:
     return sorted(inside - {0, len(rendered.text)})
 
 
-def _first_tokens(tokenizer: Any) -> list[int]:
+def first_tokens(tokenizer: Any) -> list[int]:
     """What the tokenizer puts before a text, usually the begin-of-text token or nothing."""
     with_special = tokenizer(_PROBE)["input_ids"]
     without = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,230 @@
+"""What a run will take, told before its store is made: memory, SSD space, SSD traffic and wear.
+
+The numbers are those of the plan the engine will make for the largest micro-batches of the run, and the bytes of the
+schedule it will walk. What cannot fit is refused here, by the planner, with the value that would fit. Time is not known
+before the machine has been measured, and nothing is said about it here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lohan.engine.create import build_model, may_clip, num_versions
+from lohan.engine.devices import open_device
+from lohan.engine.layout import records_of
+from lohan.engine.planning import Planned, Planning
+from lohan.engine.settings import Settings
+from lohan.errors import StoreFull
+from lohan.plan.fit import Wishes, staging_bytes
+from lohan.plan.pieces import PIECE_ELEMENTS
+from lohan.plan.plan import ModelSize, Plan
+from lohan.plan.schedule import Scheduler
+from lohan.sizes import format_bytes, parse_size
+from lohan.train.data.batches import TokenData
+from lohan.train.data.splits import Splits
+
+REFERENCE_ENDURANCE_BYTES = 1.2e15
+"""What a 2 TB consumer drive is rated for: hardware/drives.yaml, for example the Samsung 990 PRO."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """A run that has not begun, or that will go on."""
+
+    num_parameters: int
+    steps: int
+    """Still to be taken."""
+
+    tokens_per_step: int
+    """The most of any step, filling included."""
+
+    host_bytes: int
+    """The budget."""
+
+    staging_bytes: int
+    """Of it, what lies between SSD and device, with all that stays in memory."""
+
+    compute_bytes: int
+    device_bytes: int | None
+    """On a device of its own; None where computing shares host memory or nothing is known."""
+
+    resident_units: int
+    num_units: int
+    ssd_bytes: int
+    """Space the store takes on all drives."""
+
+    free_bytes: int
+    """On all of them, before it is made."""
+
+    read_bytes_per_step: int
+    write_bytes_per_step: int
+    new: bool
+    """The store has still to be made."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        written = self.write_bytes_per_step * self.steps
+        wear = written / REFERENCE_ENDURANCE_BYTES
+        lines = [
+            f"model    {self.num_parameters / 1e6:,.1f} million parameters, {self.steps:,} steps of up to "
+            f"{self.tokens_per_step:,} tokens",
+            f"RAM      {format_bytes(self.staging_bytes + self.compute_bytes)} of {format_bytes(self.host_bytes)}: "
+            f"{format_bytes(self.staging_bytes)} between SSD and device, {format_bytes(self.compute_bytes)} to compute "
+            f"and {self.resident_units} of {self.num_units} parts of the model stay there",
+        ]
+        if self.device_bytes is not None:
+            lines.append(f"device   {format_bytes(self.device_bytes)} at its peak")
+        if self.new:
+            lines.append(f"space    {format_bytes(self.ssd_bytes)} of {format_bytes(self.free_bytes)} free on SSD")
+        lines.append(
+            f"traffic  {format_bytes(self.read_bytes_per_step)} read and {format_bytes(self.write_bytes_per_step)} "
+            "written per step"
+        )
+        lines.append(
+            f"wear     {format_bytes(written)} written in all, {_percent(wear)} of what a drive rated for "
+            f"{format_bytes(REFERENCE_ENDURANCE_BYTES)} may take"
+        )
+        return lines
+
+
+def preview(
+    arguments: dict[str, Any], model: Path, data: Splits, *, total_steps: int, done_steps: int | None
+) -> Preview:
+    """What open_run(model, **arguments) will take for this data. `done_steps`: of the run that is there, if one is.
+
+    Raises PlanInfeasible or StoreFull with what would fit. Nothing is written.
+    """
+    asked = dict(arguments)
+    directories = [Path(directory) for directory in asked.pop("ssd")]
+    host_bytes = parse_size(asked.pop("host_memory"), name="host_memory")
+    gpu_memory = asked.pop("gpu_memory")
+    gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory, name="gpu_memory")
+    device = asked.pop("device")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    commit_every, clip, strategy = asked.pop("commit_every"), asked.pop("clip"), asked.pop("strategy")
+    trust = asked.pop("trust_remote_code")
+    settings = Settings(**asked)
+    versions = num_versions(settings, clip=clip, commit_every=commit_every)
+    with ExitStack() as owned:
+        opened = owned.enter_context(open_device(device, memory_bytes=gpu_bytes))
+        built = build_model(
+            model, settings, directories, device=opened.name, blocks=None, piece_elements=PIECE_ELEMENTS,
+            trust_remote_code=trust,
+        )  # fmt: skip
+        wishes = Wishes(
+            separate_memory=device != "cpu", clip=clip if may_clip(settings) else "none", versions=versions,
+            commit_every=commit_every, strategy=strategy,
+        )  # fmt: skip
+        planning = Planning(
+            model=built.module, units=built.units, layouts=built.layouts, device=opened, settings=settings,
+            wishes=wishes, host_bytes=host_bytes, machine=None, head_chunks=None,
+        )  # fmt: skip
+        shapes = largest_batches(data, total_steps)
+        planned = planning.plan(shapes)
+    gradients = may_clip(settings) or strategy == "separate-stage"
+    records = records_of(built.layouts, gradients=gradients)
+    space = sum(record.num_bytes * (1 if record.scratch else versions) for record in records)
+    free = _free_bytes(directories)
+    if done_steps is None and space > free:
+        raise StoreFull(
+            f"The store needs {format_bytes(space)} and {format_bytes(free)} are free in "
+            f"{', '.join(map(str, directories))}. Free {format_bytes(space - free)}, or add a drive to `ssd`."
+        )
+    read, written = step_traffic(planned.size, planned.plan, micro_batches=len(shapes))
+    return _told(
+        planned, built.units.params, shapes, space=space, free=free, read=read, written=written,
+        steps=total_steps - (done_steps or 0), new=done_steps is None,
+    )  # fmt: skip
+
+
+def _told(
+    planned: Planned,
+    params: Sequence[Any],
+    shapes: Sequence[dict[str, torch.Tensor]],
+    *,
+    space: int,
+    free: int,
+    read: int,
+    written: int,
+    steps: int,
+    new: bool,
+) -> Preview:
+    plan, budget = planned.plan, planned.budget
+    return Preview(
+        num_parameters=sum(param.num_elements for param in params),
+        steps=steps,
+        tokens_per_step=sum(int(shape["labels"].numel()) for shape in shapes),
+        host_bytes=budget.total,
+        staging_bytes=staging_bytes(planned.size, plan),
+        compute_bytes=budget.compute,
+        device_bytes=None if planned.needs is None else planned.needs.total_bytes,
+        resident_units=len(plan.resident_state),
+        num_units=len(planned.size.units),
+        ssd_bytes=space,
+        free_bytes=free,
+        read_bytes_per_step=read,
+        write_bytes_per_step=written,
+        new=new,
+    )
+
+
+def largest_batches(data: Splits, total_steps: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches without content, as large as any that a run of so many steps or an evaluation will meet."""
+    train = data.train
+    micro, whole = train.largest_shape(total_steps)
+    count = min(train.settings.num_micro_batches, -(-train.num_rows // train.settings.batch_rows))
+    if data.held_out is not None:
+        held_micro, held_whole = largest_in_order(data.held_out, train.settings.num_micro_batches)
+        micro, whole = max(micro, held_micro), max(whole, held_whole)
+        count = max(count, min(train.settings.num_micro_batches, _num_batches(data.held_out)))
+    rows = train.settings.batch_rows
+    sizes = [micro] + [-(-max(whole - micro, 0) // max(count - 1, 1))] * (count - 1)
+    return [{"labels": torch.empty(rows, max(1, -(-size // rows)), dtype=torch.int64, device="meta")} for size in sizes]
+
+
+def largest_in_order(data: TokenData, at_once: int) -> tuple[int, int]:
+    """The most tokens of a micro-batch, and of `at_once` of them, in an evaluation."""
+    sizes = data.sizes_in_order()
+    groups = [sum(sizes[start : start + at_once]) for start in range(0, len(sizes), at_once)]
+    return max(sizes), max(groups)
+
+
+def _num_batches(data: TokenData) -> int:
+    return -(-data.num_rows // data.settings.batch_rows)
+
+
+def step_traffic(size: ModelSize, plan: Plan, *, micro_batches: int) -> tuple[int, int]:
+    """Bytes read and written by a step that commits, counted on its schedule. The second step: it has the first's
+    left updates to do, like all that follow."""
+    scheduler = Scheduler(size, plan)
+    ops = []
+    for step in (1, 2):
+        ops = list(scheduler.step(step, commit=True, micro_batches=micro_batches))
+        if plan.clip == "speculative":
+            ops += scheduler.settle(step, redo=False, skip=False)
+    moved = {lane: sum(op.num_bytes for op in ops if op.lane == lane) for lane in ("ssd_read", "ssd_write")}
+    return moved["ssd_read"], moved["ssd_write"]
+
+
+def _free_bytes(directories: Sequence[Path]) -> int:
+    """Free space of all filesystems these directories are or will be on, each counted once."""
+    found: dict[int, int] = {}
+    for directory in directories:
+        place = directory.absolute()
+        while not place.exists():
+            place = place.parent
+        numbers = os.statvfs(place)
+        found[os.stat(place).st_dev] = numbers.f_bavail * numbers.f_frsize
+    return sum(found.values())
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.0001 else "less than 0.01%"

@@ -89,12 +89,15 @@ def choose_shape(device: Device, dtype: torch.dtype, tokens: int | None = None) 
     on_gpu = device.torch_device.type == "cuda"
     if limit is None and on_gpu:
         limit = torch.cuda.mem_get_info(device.torch_device)[0]
-    for hidden in (4096, 2048, 1024, 512) if on_gpu else (1024, 512):
-        for number in (tokens,) if tokens is not None else (4096, 2048, 1024, 512) if on_gpu else (512, 256):
-            shape = BlockShape(hidden_size=hidden, tokens=number)
-            if limit is None or shape.device_bytes(dtype) <= 0.6 * limit:
-                return shape
-    return BlockShape(hidden_size=256, tokens=tokens or 128)
+    smaller = (256, 128)
+    sizes = (4096, 2048, 1024, 512, *smaller) if on_gpu else (1024, 512, *smaller)
+    numbers = (4096, 2048, 1024, 512, *smaller) if on_gpu else (512, *smaller)
+    shapes = [
+        BlockShape(hidden_size=hidden, tokens=number)
+        for hidden in sizes
+        for number in ((tokens,) if tokens is not None else numbers)
+    ]
+    return next((s for s in shapes if limit is None or s.device_bytes(dtype) <= 0.6 * limit), shapes[-1])
 
 
 def measure_block(
@@ -126,7 +129,7 @@ def measure_block(
                 first, middle, last = taken
                 arithmetic.append(middle)
                 besides.append(first + last - 2 * middle)
-            tell(min(1.0, (time.perf_counter() - started) / seconds))
+            tell(min(1.0, (time.perf_counter() - started) / max(seconds, 1e-9)))
     counted = slice(_BLOCKS, None)  # the first round also watches for what escapes from a block
     return BlockRate(
         flops_per_second=(3 * forward + again) / statistics.median(arithmetic[counted]),

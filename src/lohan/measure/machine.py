@@ -25,7 +25,14 @@ from lohan.errors import ConfigError
 from lohan.measure.block_rate import BlockRate, choose_shape, measure_block
 from lohan.measure.lane_overhead import measure_op_seconds
 from lohan.measure.link_rate import COPY_BYTES, LinkRates, measure_links
-from lohan.measure.store_rate import STORE_BYTES, StoreRate, SustainedRate, measure_store, measure_sustained
+from lohan.measure.store_rate import (
+    STORE_BYTES,
+    StoreRate,
+    SustainedRate,
+    check_space,
+    measure_store,
+    measure_sustained,
+)
 from lohan.measure.update_rate import measure_update
 from lohan.optim import Updater
 from lohan.plan.drives import drive_rates
@@ -77,6 +84,7 @@ def profile_machine(
     is written. Files are written to folders of their own inside the directories and removed again.
     """
     paths, sizes = check_directories(directories), sizes or Sizes()
+    check_space(paths, sizes.store_bytes * len(paths))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = Settings(compute_dtype=dtype)

@@ -121,7 +121,7 @@ def measure_sustained(
                 if now - before >= window_seconds:
                     cliff.add(written - counted, now - before)
                     before, counted = now, written
-                    tell(max((now - started) / seconds, written / size))
+                    tell(max((now - started) / max(seconds, 1e-9), written / size))
                     if cliff.settled or now - started >= seconds:
                         break
         if written > counted and not counted:  # less than a whole window

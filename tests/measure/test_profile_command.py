@@ -146,8 +146,6 @@ def test_the_command_writes_a_file_that_reads_back_as_the_same_machine(run, tmp_
         "profile", "--ssd", tmp_path / "ssd", "--out", out, "--device", "cpu", "--tokens", 8, "--json"
     )
     assert code == 0, err
-    from lohan.hardware import machine_to_dict
-
     machine = load_machine(out)
     assert machine_to_dict(machine) == json.loads(printed)
     write_machine(machine, tmp_path / "again.yaml")

@@ -554,7 +554,7 @@ def own_generator(w, x):
 @refused("did not make")
 def counts_its_runs(w, x):
     _counter.add_(1)
-    return (x @ w[0]) * _counter
+    return (x @ w[0]) * float(_counter)
 
 
 @refused("did not make")

@@ -192,9 +192,9 @@ class Compute:
             at += self._param_bytes(param.shape)
         else:
             tensor = wire
-        tensor = tensor.detach()
+        # A Parameter, because some code asks: a slice of an nn.ParameterList would make new leaves of plain tensors.
+        tensor = nn.Parameter(tensor, requires_grad=leaves)
         if leaves:
-            tensor.requires_grad_(True)
             if unit == 0 and layout.spec.index == 0 and self._tying:
                 self._tied_leaves[param.name] = tensor
             else:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lohan.engine.replay import Recording
 from lohan.engine.trees import map_tensors
+from lohan.errors import ModelError
 
 Leaf = tuple[int, int]
 """Block, and which of its outputs: 0, 1, ... returned, -1, -2, ... escaped."""
@@ -38,6 +39,16 @@ class Input:
     shape: torch.Size | None = None
     """What it looks like, while it is elsewhere."""
     dtype: torch.dtype | None = None
+    version: int | None = None
+    """How often it had been changed in place when it was saved; None where torch does not count."""
+
+    def check(self, block: int) -> None:
+        """Refuse a tensor that somebody has changed since: what the block saw is gone."""
+        if self.tensor is not None and self.version is not None and self.tensor._version != self.version:
+            raise ModelError(
+                f"An argument of block {block} (shape {tuple(self.tensor.shape)}) was changed in place after the block "
+                "had used it. Backward needs it as it was: let the model change a copy."
+            )
 
 
 @dataclass(slots=True)
@@ -112,12 +123,13 @@ class Cut:
 
     def _input(self, block: int, tensor: Tensor) -> Input:
         known = self._leaves.get(id(tensor))
+        version = None if tensor.is_inference() else tensor._version
         if known is not None and known[0]() is tensor:
-            return Input(tensor.detach(), leaf=known[1], needs_grad=True)
+            return Input(tensor.detach(), leaf=known[1], needs_grad=True, version=version)
         if tensor.requires_grad:
             self._glue.setdefault(id(tensor), _Glue(tensor, block))  # the first block that uses it
-            return Input(tensor.detach(), glue=id(tensor), needs_grad=True)
-        return Input(tensor)
+            return Input(tensor.detach(), glue=id(tensor), needs_grad=True, version=version)
+        return Input(tensor, version=version)
 
     def make_leaves(self, block: int, result: Any, escaped: Sequence[Tensor], trainable: bool) -> Any:
         """The block's result as the model gets it: leaves that will collect a gradient."""
@@ -166,6 +178,8 @@ class Cut:
         `run(call, args, kwargs)` runs the block with a graph and returns its result's tensors and its escaped ones.
         """
         call = self.saved.pop(block)
+        for one in call.inputs:
+            one.check(block)
         args, kwargs, tensors = call.fill()
         returned, escaped = run(call, args, kwargs)
         del args, kwargs

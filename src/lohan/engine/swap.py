@@ -73,6 +73,9 @@ class Swapper:
         for parcel in parcels:  # only now are the copies finished
             owner = parcel.owner
             assert owner.tensor is not None
+            if isinstance(owner, Input):
+                owner.check(place[0] - 1)
+                owner.version = None
             owner.shape, owner.dtype, owner.tensor = owner.tensor.shape, owner.tensor.dtype, None
 
     def _address(self, place: Place, call: SavedCall) -> Iterator[_Parcel]:
@@ -108,11 +111,10 @@ class Swapper:
     def _travellers(self, unit: int, call: SavedCall) -> Iterator[tuple[Input | Kept, str]]:
         tiers, tier = self._plan.tiers(unit), self._plan.input_tier(unit)
         for one in call.inputs:
-            if one.leaf is not None and tier in tiers:
+            if one.leaf is not None and tier in tiers and _can_travel(one.tensor, 1):
                 yield one, tier
         for kept in call.recording.parcels() if call.recording is not None else ():
-            assert kept.tensor is not None
-            if kept.tier in tiers and kept.tensor.nbytes >= _SMALL_BYTES:
+            if kept.tier in tiers and _can_travel(kept.tensor, _SMALL_BYTES):
                 yield kept, kept.tier
 
     def write(self, place: Place) -> Handle:
@@ -190,10 +192,15 @@ def _restore(parcel: _Parcel, memory: Tensor) -> None:
 
 def flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """A tensor's bytes in the order they lie in, and the strides that make the tensor of them again."""
-    if not _is_dense(tensor):
-        tensor = tensor.contiguous()
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8), tensor.stride()
+
+
+def _can_travel(tensor: Tensor | None, least_bytes: int) -> bool:
+    """A view with gaps stays where it is: packed, it would come back with other strides, and kernels with others may
+    sum in another order."""
+    assert tensor is not None
+    return tensor.nbytes >= least_bytes and _is_dense(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:

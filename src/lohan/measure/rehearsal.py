@@ -190,7 +190,9 @@ class Rehearsal:
                 names.append(".".join([*where, func._schema.name.removeprefix("aten::").strip("_")]))
                 flops.append(_flops(func, op_args, op_kwargs, result))
 
-            result, recording = self._replayer.record(f"block {index}", {}, lambda: run(*args, **kwargs), heavy)
+            result, recording = self._replayer.record(
+                f"{self._units.blocks_name}.{index}", {}, lambda: run(*args, **kwargs), heavy
+            )
         weights = sum(p.numel() for p in block.parameters()) * self._dtype.itemsize
         passed = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         shared = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.requires_grad]
@@ -232,7 +234,9 @@ class Rehearsal:
 
         args, kwargs = map_tensors(kind.call, again)
         with budget.watch():
-            result, recording = self._replayer.record(f"block {index}", keep, lambda: block.forward(*args, **kwargs))
+            result, recording = self._replayer.record(
+                f"{self._units.blocks_name}.{index}", keep, lambda: block.forward(*args, **kwargs)
+            )
             result = map_tensors(result, lambda tensor: tensor.detach())
             forward = budget.peak_bytes
         gradients = [torch.empty_like(tensor) for tensor in tensors_in(result) if tensor.is_floating_point()]
@@ -242,7 +246,7 @@ class Rehearsal:
         for _ in range(2):  # the second micro-batch finds the first one's gradients there
             budget.reset_peak()
             with budget.watch():
-                with self._replayer.replay(recording, f"block {index}"):
+                with self._replayer.replay(recording, f"{self._units.blocks_name}.{index}"):
                     outputs = [t for t in tensors_in(block.forward(*args, **kwargs)) if t.requires_grad]
                 if outputs:
                     torch.autograd.backward(outputs, gradients[: len(outputs)])

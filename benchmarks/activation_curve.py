@@ -1,6 +1,6 @@
 """How long is a step when more and more activations are swapped, and does the planner find the best amount?
 
-    python benchmarks/activation_curve.py [--directory DIR] [--rounds 3] [--quick] [--picture FILE.png]
+    python benchmarks/activation_curve.py [--directory DIR] [--rounds 3] [--quick] [--save FILE.json]
 
 A Llama-shaped model on `virtual` with a set pace of computing and set links, on a real SSD. From block inputs only to
 everything worth keeping, in the planner's own order of offloading benefit, at three batch sizes: measured seconds,
@@ -176,26 +176,13 @@ def num_micro_batches(tokens: int) -> int:
     return max(1, tokens // MICRO_BATCH)
 
 
-def draw(results: dict[int, tuple[list[Case], Case, list[Case]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(results), figsize=(4.2 * len(results), 3.6), constrained_layout=True)
-    for axis, (tokens, (cases, choice, _)) in zip(axes, results.items(), strict=True):
-        sent = [case.moved_bytes / 1e6 for case in cases]
-        axis.plot(sent, [case.median for case in cases], "o-", color="#1F3D63", label="measured")
-        axis.plot(sent, [case.predicted for case in cases], "--", color="#C2803B", label="predicted")
-        axis.plot([choice.moved_bytes / 1e6], [choice.median], "*", markersize=16, color="#B23A48", label="chosen")
-        axis.set_title(f"{tokens} tokens per step")
-        axis.set_xlabel("activations sent off the device, MB")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.25)
-    axes[0].set_ylabel("seconds per step")
-    axes[0].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+def described(cases: list[Case], choice: Case, rules: list[Case]) -> dict[str, Any]:
+    """Plain values of one batch size."""
+    return {
+        "points": [[case.moved_bytes, case.median, case.predicted, case.model_seconds] for case in cases],
+        "choice": [choice.moved_bytes, choice.median, choice.predicted, choice.model_seconds],
+        "rules": {rule.name: [rule.median, rule.predicted] for rule in rules},
+    }
 
 
 def main() -> None:
@@ -203,7 +190,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where the stores go; a drive's, not RAM's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer points, one round: for trying the benchmark")
-    parser.add_argument("--picture", type=Path, help="draw the curves into this PNG (needs matplotlib)")
+    parser.add_argument("--save", type=Path, help="write all points as JSON, for draw_curve.py")
     options = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="lohan-bench-") as name:
@@ -224,8 +211,8 @@ def main() -> None:
         best = min(case.median for case in (*cases, choice))
         over_best = max(over_best, choice.median / best)
         ratios[str(tokens)] = {rule.name: round(rule.median / choice.median, 3) for rule in rules}
-    if options.picture:
-        draw(results, options.picture)
+    if options.save:
+        options.save.write_text(json.dumps({str(tokens): described(*one) for tokens, one in results.items()}, indent=1))
     print(
         json.dumps(
             {

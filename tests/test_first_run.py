@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import lohan
 from lohan import first_run, first_training
 from lohan.errors import ConfigError, LohanError, StoreLocked
+from lohan.models import load
 from lohan.store import Files, create_store, open_arena, open_store
 from lohan.store.report import describe_store, verify_directories
+from lohan.train.config_file import load_config
 
 SIZE = 8 << 20
 
@@ -21,9 +23,11 @@ SIZE = 8 << 20
 def test_the_whole_first_run(tmp_path, capsys):
     first_run.run(tmp_path / "own", SIZE, keep=False, steps=3)
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("step 3 is whole", "a writer died after", "B/s", "loss 5.", "tokens/s", "of 256 sorted right"):
+    for words in ("step 3 is whole", "a writer died after", "B/s", "held-out loss 5.", "of 256 sorted right"):
         assert words in out
     assert "every weight is the trained one, to the bit" in out
+    assert "$ lohan train" in out
+    assert "no weight and no state stayed in memory" in out
     assert "lohan doctor" in out
     assert not (tmp_path / "own").exists()
 
@@ -39,7 +43,7 @@ def test_it_can_be_kept_looked_at_and_repeated(tmp_path, capsys):
     assert describe_store([training / "ssd"])["committed_step"] == 1
     assert json.loads((training / "trace.json").read_text())["traceEvents"]
     lohan.export_run(training / "ssd", training / "again")
-    first, again = (load_file(training / name / "model.safetensors") for name in ("export", "again"))
+    first, again = (load_file(training / name / "model.safetensors") for name in ("out/model", "again"))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert f"store verify {drives[0]} {drives[1]}" in capsys.readouterr().out.replace("\n", "")
 
@@ -132,18 +136,34 @@ def test_the_rate_counts_overlapping_requests_once():
     assert busy.rate("read") == pytest.approx(300 / 3)
 
 
-def test_the_questions_are_the_same_every_time_and_none_is_in_the_test():
-    first, again = (first_training.micro_batches(3) for _ in range(2))
-    assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(first, again, strict=True))
-    trained = {tuple(row) for step in range(1, 4) for row in first_training.questions(2 * step, 32)[0].tolist()}
-    held_out = {tuple(row) for row in first_training.questions(2 * first_training._HELD_OUT, 32)[0].tolist()}
+def test_the_questions_are_the_same_every_time_and_none_is_in_the_test(tmp_path):
+    first_training.write_task(tmp_path, steps=first_training.STEPS)
+    asked = {name: (tmp_path / f"{name}.jsonl").read_text() for name in ("train", "eval")}
+    first_training.write_task(tmp_path, steps=first_training.STEPS)
+    assert asked == {name: (tmp_path / f"{name}.jsonl").read_text() for name in ("train", "eval")}
+    trained, held_out = ({json.loads(line)["prompt"] for line in text.splitlines()} for text in asked.values())
     assert trained.isdisjoint(held_out)
+    new = [question for question, _ in first_training.questions(first_training._ASKED, first_training.ASKED)]
+    assert len(trained & set(new)) <= 2  # of a million: chance, and too few to matter
+    config = load_config(tmp_path / first_training.CONFIG_NAME)
+    assert config.max_steps == first_training.STEPS
+
+
+def test_the_tokenizer_has_a_token_for_every_byte():
+    tokenizer = first_training.make_tokenizer()
+    assert len(tokenizer) == 259
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)
+    text = "".join(map(chr, range(32, 500))) + "\n\u4e2d"
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_an_export_that_is_not_what_was_trained_is_noticed(tmp_path):
     first_training.make_model(tmp_path / "model")
-    stored = load_file(tmp_path / "model" / "model.safetensors")
-    assert first_training.open_export(tmp_path / "model", stored)
+    load(tmp_path / "model", ssd=tmp_path / "ssd")
+    lohan.export_run(tmp_path / "ssd", tmp_path / "export")
+    first_training.check_export(tmp_path / "export", tmp_path / "ssd")
+    stored = load_file(tmp_path / "export" / "model.safetensors")
     stored["lm_head.weight"] = stored["lm_head.weight"] + 1
+    save_file(stored, tmp_path / "export" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LohanError, match=r"lm_head.weight is not what was trained"):
-        first_training.open_export(tmp_path / "model", stored)
+        first_training.check_export(tmp_path / "export", tmp_path / "ssd")

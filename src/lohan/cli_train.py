@@ -77,6 +77,7 @@ def train(
             loaded,
             resume=True if resume else None,
             accept_changes=accept_changes,
+            say=lambda text: print(text, flush=True),
             on_preview=lambda ahead: _show_preview(ahead, ask=not yes),
         )
     except OSError as error:

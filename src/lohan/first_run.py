@@ -2,7 +2,7 @@
 
 First a store round trip: records of unlike sizes are written over two directories through a staging arena, committed,
 and read back to the bit; then a second process starts the next step and is killed in the middle of it, and the
-committed step must still be there. Then a training with weights and state on SSD (first_training.py). Works in a
+committed step must still be there. Then `lohan train` with weights and state on SSD (first_training.py). Works in a
 folder of its own and touches nothing else.
 
     python -m lohan.first_run DIR_A DIR_B      the writer that gets killed; not for people
@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
 from lohan.errors import ConfigError, LohanError, StoreLocked
@@ -313,26 +314,28 @@ def run(folder: Path, num_bytes: int, *, keep: bool, steps: int | None = None) -
             summary = round_trip(drives, num_bytes, lambda text: status.update(text))
         _print_rows(console, _store_rows(summary))
         console.print("\n[bold]Training from SSD[/]", highlight=False)
+        config = folder / TRAINING_NAME / "config.yaml"
         with console.status("Loading torch and transformers") as status:
             from lohan.first_training import STEPS, train
 
             training = train(
                 folder / TRAINING_NAME,
                 lambda text: status.update(text),
-                lambda step, total, loss: _show_loss(console, status.update, step, total, loss),
                 steps=STEPS if steps is None else steps,
+                quiet=lambda: _paused(console, status, f"lohan train {config}"),
             )
         _print_rows(console, _training_rows(training))
     console.print(f"\n[bold green]lohan works here[/] ({summary.seconds + training.seconds:.0f} s)", highlight=False)
     _print_next(console, folder if keep else None)
 
 
-def _show_loss(console: Console, update: Callable[[str], None], step: int, total: int, loss: float) -> None:
-    """A line for every tenth of the way, and on a terminal the step in between."""
-    bar = "\u2588" * min(max(1, round(8 * loss)), 48)  # a guess among 259 tokens has a loss of 5.6
-    if step == 1 or step == total or step % max(1, total // 10) == 0:
-        console.print(f"    step {step:3d}  loss {loss:5.3f}  [cyan]{bar}[/]", highlight=False)
-    update(f"Training: step {step} of {total}, loss {loss:.3f}")
+@contextmanager
+def _paused(console: Console, status: Status, command: str) -> Iterator[None]:
+    """What the command itself says is shown as it says it."""
+    status.stop()
+    console.print(f"[dim]$ {escape(command)}[/]", highlight=False, soft_wrap=True)
+    yield
+    status.start()
 
 
 def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
@@ -361,16 +364,30 @@ def _store_rows(summary: Summary) -> list[tuple[str, str]]:
 def _training_rows(training: Training) -> list[tuple[str, str]]:
     resting = format_bytes(training.resting_rss_bytes)
     beyond = format_bytes(training.peak_rss_bytes - training.resting_rss_bytes)
+    stayed = (
+        "no weight and no state stayed in memory"
+        if not training.resident_units
+        else f"{training.resident_units} parts of the model stayed in memory"
+    )
     return [
         ("model", f"Llama of {training.num_parameters / 1e6:.1f} million parameters, learns to sort digits"),
         ("training", f"{training.steps} steps, {training.tokens_per_second:,.0f} tokens/s on the CPU"),
-        ("SSD", f"{format_bytes(training.ssd_bytes_per_step)} per step: no weight and no state stayed in memory"),
+        (
+            "SSD",
+            f"{format_bytes(training.ssd_bytes_per_step)} per step ({format_bytes(training.foretold_ssd_bytes)} "
+            f"foretold): {stayed}",
+        ),
         ("memory", f"{beyond} at most, on top of the {resting} of Python, torch and transformers"),
         ("held out", f"loss {training.loss_before:.3f} before, {training.loss_after:.3f} after"),
         ("export", "opened with transformers: every weight is the trained one, to the bit"),
         (
             "new digits",
-            f"{training.num_solved} of {training.num_asked} sorted right: {training.question} -> {training.answer}",
+            f"{training.solved_after} of 256 sorted right by the exported model, {training.solved_before} before",
+        ),
+        (
+            "generate",
+            f"streamed from SSD: {training.question}{training.answer} "
+            f"({training.generate_tokens_per_second:.0f} tokens/s)",
         ),
     ]
 
@@ -384,6 +401,7 @@ def _print_next(console: Console, kept: Path | None) -> None:
     commands = [
         (f"{lohan} doctor /path/on/ssd", "is that drive fit for a run?"),
         (f"{lohan} first-run --directory /path/on/ssd/first --size 4GiB", "the same on that drive"),
+        (f"{lohan} init", "a config for a model of yours; then: lohan train config.yaml"),
     ]
     if kept:
         directories = " ".join(str(kept / name) for name in DRIVE_NAMES)
@@ -391,6 +409,8 @@ def _print_next(console: Console, kept: Path | None) -> None:
         commands = [
             (f"{lohan} store info {directories}", ""),
             (f"{lohan} store verify {directories}", ""),
+            (f"{lohan} status {training / 'out'}", ""),
+            (f"{lohan} generate {training / 'ssd'} 314159=", ""),
             (f"{lohan} export {training / 'ssd'} {training / 'again'}", ""),
             (str(training / "trace.json"), "the last step: open it at https://ui.perfetto.dev"),
             *commands,

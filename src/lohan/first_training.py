@@ -1,16 +1,19 @@
-"""The first run's training: a small model learns to sort digits with its weights and state on SSD.
+"""The first run's training: what `lohan train` does, on a model and a task that are made here.
 
-Everything is made here, so nothing is downloaded: a Llama of about five million random parameters, and questions like
-"520841=" whose answer is "012458", spelled in bytes. Budgets are set so that no weight stays in memory: every one of
-them is read from the drive, updated and written back in every step. The result is exported and opened with plain
-transformers, which must find the same weights, and then sorts digits it was never shown.
+Everything a user would bring is written into a folder, so nothing is downloaded: a Llama of about five million random
+parameters, a byte-level tokenizer, questions like "520841=" whose answer is "012458", and a config. host_memory is so
+small that no weight and no state stays in memory: all of them are read from the drive, updated and written back in
+every step. Then the trained model is asked what it was never shown: by `lohan generate`, streamed from the run, and by
+plain transformers from the exported folder.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,40 @@ ROWS = 32
 """Questions in a micro-batch; a step has two of them."""
 
 STEPS = 80
+ASKED = 256
+"""Questions the model is asked before and after."""
+
 BOS, EOS, PAD = 256, 257, 258  # after the 256 bytes
-_HELD_OUT = 1 << 40
-"""The seed of questions that are kept for the test; training's are 1, 2, 3 and so on."""
+CONFIG_NAME = "config.yaml"
+_TRAINED, _HELD_OUT, _ASKED = 1, 1 << 40, 1 << 41
+"""Seeds of the questions to train on, to evaluate on, and to ask at the end."""
+
+_CONFIG = """\
+# What `lohan first-run` trains. Try it again: remove {folder}/ssd, change something, lohan train {folder}/config.yaml
+model_name_or_path: {folder}/model
+train_file: {folder}/train.jsonl
+eval_file: {folder}/eval.jsonl
+output_dir: {folder}/out
+
+ssd: [{folder}/ssd]
+host_memory: {memory}                # so little that no weight stays in memory
+device: cpu
+
+max_length: 32
+max_steps: {steps}
+per_device_train_batch_size: {rows}
+gradient_accumulation_steps: 2
+learning_rate: 2.0e-3
+adam_beta2: 0.95
+lr_scheduler_type: linear
+warmup_steps: {warmup}
+eval_strategy: steps
+eval_steps: {steps}
+eval_on_start: true
+logging_steps: {logging}
+seed: 0
+"""
+HOST_MEMORY = "141MB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +77,25 @@ class Training:
     loss_after: float
     tokens_per_second: float
     ssd_bytes_per_step: float
+    foretold_ssd_bytes: int
+    """Per step, as told before the run began."""
+
+    resident_units: int
     resting_rss_bytes: int
     """Of this process before the run was opened: the interpreter, torch and transformers."""
 
     peak_rss_bytes: int
     """Of this process while it trained."""
 
-    num_solved: int
-    num_asked: int
+    solved_before: int
+    solved_after: int
+    """Of ASKED questions, by plain transformers."""
+
     question: str
     answer: str
+    """Of `lohan generate`."""
+
+    generate_tokens_per_second: float
     seconds: float
 
 
@@ -69,110 +112,141 @@ def make_model(folder: Path) -> int:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def questions(seed: int, num: int) -> tuple[Tensor, Tensor]:
-    """Rows of random digits, and the same digits in order."""
-    digits = torch.randint(0, 10, (num, NUM_DIGITS), generator=torch.Generator().manual_seed(seed))
-    return digits, digits.sort(dim=1).values
+def make_tokenizer() -> Any:
+    """A token per byte, and three that mark begin, end and filling."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>", "<pad>")])
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
-def micro_batches(seed: int) -> list[dict[str, Tensor]]:
-    """The two micro-batches of a step: bytes, with labels on the answer only."""
-    batches = []
-    for half in range(2):
-        asked, answered = questions(2 * seed + half, ROWS)
-        ids = torch.cat([_prompt(asked), answered + ord("0"), torch.full((ROWS, 1), EOS)], dim=1)
-        labels = ids.clone()
-        labels[:, : NUM_DIGITS + 2] = -100
-        batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-    return batches
+def questions(seed: int, num: int) -> list[tuple[str, str]]:
+    """Random digits with "=", and the same digits in order."""
+    digits = torch.randint(0, 10, (num, NUM_DIGITS), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [("".join(map(str, row)) + "=", "".join(map(str, sorted(row)))) for row in digits]
+
+
+def write_task(folder: Path, *, steps: int) -> Path:
+    """Training and held-out questions as JSONL, and the config. Returns the config's path."""
+    for name, seed, num in (("train", _TRAINED, 2 * ROWS * steps), ("eval", _HELD_OUT, 2 * ROWS)):
+        lines = [json.dumps({"prompt": asked, "completion": answered}) for asked, answered in questions(seed, num)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config = folder / CONFIG_NAME
+    config.write_text(
+        _CONFIG.format(
+            folder=folder, memory=HOST_MEMORY, steps=steps, rows=ROWS, warmup=min(8, steps), logging=max(1, steps // 10)
+        )
+    )
+    return config
 
 
 def train(
-    folder: Path, say: Callable[[str], None], show: Callable[[int, int, float], None], *, steps: int = STEPS
+    folder: Path, say: Callable[[str], None], *, steps: int = STEPS, quiet: Callable[[], Any] = nullcontext
 ) -> Training:
-    """All of it, in an empty folder. `show` hears (step, steps, loss)."""
+    """All of it, in an empty folder. `say` hears what is done; `quiet` makes room for the training's own lines."""
     from transformers.utils import logging
+
+    from lohan.generate import Sampling, open_generator
+    from lohan.train import loop
+    from lohan.train.config_file import load_config
+    from lohan.train.metrics import read_metrics
+    from lohan.train.preview import Preview
 
     started = time.perf_counter()
     logging.disable_progress_bar()
-    say("Making a small Llama")
+    say("Making a small Llama, a tokenizer and questions")
     num_parameters = make_model(folder / "model")
-    resting = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    say("Streaming it into a store")
-    with lohan.open_run(
-        model=folder / "model", ssd=folder / "ssd", host_memory="256MB", device="cpu", keep_nothing_in_memory=True,
-        learning_rate=2e-3, betas=(0.9, 0.95), lr_schedule="linear", warmup_steps=min(8, steps), total_steps=steps + 1,
-    ) as run:  # fmt: skip
-        say("Asking it before the training")
-        before = run.evaluate(micro_batches(_HELD_OUT))
-        moved, tokens, busy = 0, 0, 0.0
-        for step in range(1, steps + 1):
-            if step == 2:  # the first one also makes the plan and loads libraries
-                moved, tokens, busy = run.ssd_bytes, 0, 0.0
-            out = run.step(micro_batches(step))
-            tokens, busy = tokens + out.tokens, busy + out.seconds
-            show(step, steps, out.loss)
-        moved = run.ssd_bytes - moved
-        say("Asking it again")
-        after = run.evaluate(micro_batches(_HELD_OUT))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        say("Exporting it")
-        run.export(folder / "export")
-        trained = dict(run.read_weights())
-        run.write_trace(folder / "trace.json")
+    config = load_config(write_task(folder, steps=steps))
+    say("Asking it before the training")
+    before = ask(open_in_ram(folder / "model"))
+    resting = _peak_rss()
+    runs: list[lohan.Run] = []
+    previews: list[Preview] = []
+
+    def told(ahead: Preview) -> None:
+        previews.append(ahead)
+        print("\n".join(ahead.lines()), flush=True)
+
+    with quiet():
+        result = loop.train(config, resume=False, live=False, on_run=runs.append, on_preview=told)
+    peak = _peak_rss()
+    if result.stopped is not None:
+        raise KeyboardInterrupt
+    runs[0].write_trace(folder / "trace.json")
     say("Opening the export with transformers")
-    model = open_export(folder / "export", trained)
-    solved, question, answer = ask(model, 256)
+    check_export(folder / "out" / "model", folder / "ssd")
+    model = open_in_ram(folder / "out" / "model")
+    after = ask(model)
+    say("Letting it write, streamed from the run")
+    question = questions(_ASKED, 1)[0][0]
+    with open_generator(folder / "ssd", memory="20MB") as generator:
+        written = generator.write(question, Sampling(max_new_tokens=NUM_DIGITS + 1))
+    lines = read_metrics(folder / "out")
+    trained = [line for line in lines if "loss" in line]
+    timed = trained[1:] or trained  # the first one also loads libraries
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
     return Training(
         num_parameters=num_parameters,
         steps=steps,
-        loss_before=before,
-        loss_after=after,
-        tokens_per_second=tokens / busy,
-        ssd_bytes_per_step=moved / max(steps - 1, 1),
+        loss_before=losses[0],
+        loss_after=losses[-1],
+        tokens_per_second=sum(line["tokens"] for line in timed) / sum(line["seconds"] for line in timed),
+        ssd_bytes_per_step=sum(line["ssd_bytes"] for line in timed) / len(timed),
+        foretold_ssd_bytes=previews[0].read_bytes_per_step + previews[0].write_bytes_per_step,
+        resident_units=previews[0].resident_units,
         resting_rss_bytes=resting,
         peak_rss_bytes=peak,
-        num_solved=solved,
-        num_asked=256,
+        solved_before=before,
+        solved_after=after,
         question=question,
-        answer=answer,
+        answer=written.text,
+        generate_tokens_per_second=len(written.tokens) / written.seconds,
         seconds=time.perf_counter() - started,
     )
 
 
-def open_export(folder: Path, trained: dict[str, Tensor]) -> Any:
-    """The exported model, as transformers opens it. LohanError unless every weight is the trained one."""
+def check_export(folder: Path, ssd: Path) -> None:
+    """LohanError unless every weight that transformers finds in the exported folder is the run's, to the bit."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
+    with lohan.open_run(ssd=ssd, host_memory=HOST_MEMORY, device="cpu") as run:
+        trained = dict(run.read_weights())
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter, trained[name]):
             raise LohanError(f"{name} is not what was trained. This must never happen.")
-    return model.float().eval()  # on a CPU, bf16 arithmetic is the slow one
 
 
-def ask(model: Any, num: int) -> tuple[int, str, str]:
-    """How many of so many new questions the model answers right, and one of them with its answer."""
-    asked, expected = questions(2 * _HELD_OUT + 7, num)
+def open_in_ram(folder: Path) -> Any:
+    """With plain transformers. On a CPU, bf16 arithmetic is the slow one."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def ask(model: Any, num: int = ASKED) -> int:
+    """How many of so many new questions plain transformers has the model answer right."""
+    tokenizer = make_tokenizer()
+    asked = questions(_ASKED, num)
+    ids: Tensor = tokenizer([question for question, _ in asked], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         given = model.generate(
-            _prompt(asked), attention_mask=torch.ones(num, NUM_DIGITS + 2, dtype=torch.int64),
-            max_new_tokens=NUM_DIGITS, do_sample=False,
-        )[:, NUM_DIGITS + 2 :]  # fmt: skip
-    padded = torch.full((num, NUM_DIGITS), PAD)
-    padded[:, : given.shape[1]] = given
-    right = (padded == expected + ord("0")).all(dim=1)
-    shown = int(right.int().argmax())
-    return int(right.sum()), _spelled(asked[shown] + ord("0")), _spelled(padded[shown])
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_DIGITS, do_sample=False, pad_token_id=PAD
+        )[:, ids.shape[1] :]
+    answers = tokenizer.batch_decode(given, skip_special_tokens=True)
+    return sum(answer == right for answer, (_, right) in zip(answers, asked, strict=True))
 
 
-def _prompt(asked: Tensor) -> Tensor:
-    rows = len(asked)
-    return torch.cat([torch.full((rows, 1), BOS), asked + ord("0"), torch.full((rows, 1), ord("="))], dim=1)
-
-
-def _spelled(tokens: Tensor) -> str:
-    return "".join(chr(token) if 32 <= token < 127 else "?" for token in tokens.tolist())
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Preview:
         )
         lines.append(
             f"wear     {format_bytes(written)} written in all, {_percent(wear)} of what a drive rated for "
-            f"{format_bytes(REFERENCE_ENDURANCE_BYTES)} may take"
+            f"{REFERENCE_ENDURANCE_BYTES / 1e12:,.0f} TB may take"
         )
         return lines
 
@@ -138,7 +138,10 @@ def preview(
             f"The store needs {format_bytes(space)} and {format_bytes(free)} are free in "
             f"{', '.join(map(str, directories))}. Free {format_bytes(space - free)}, or add a drive to `ssd`."
         )
-    read, written = step_traffic(planned.size, planned.plan, micro_batches=len(shapes))
+    plans = [planned.plan]
+    if clip == "auto" and planned.plan.clip == "speculative":  # steps that clip will change it
+        plans.append(replace(planned.plan, clip="deferred"))
+    read, written = max((step_traffic(planned.size, plan, micro_batches=len(shapes)) for plan in plans), key=sum)
     return _told(
         planned, built.units.params, shapes, space=space, free=free, read=read, written=written,
         steps=total_steps - (done_steps or 0), new=done_steps is None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -47,23 +48,25 @@ def _measure(updater: Updater, arena: Arena, seconds: float, size: int) -> Updat
     pieces = [slice(number * size, (number + 1) * size) for number in range(_NUM_PIECES)]
     for piece, state in zip(pieces, states, strict=True):
         updater.initialise(wire[piece], wire[piece], state)
+    turns = cycle(range(_NUM_PIECES))
     step = 0
 
     def update() -> None:
         nonlocal step
-        step += 1
-        for piece, state in zip(pieces, states, strict=True):
-            updater.update(wire[piece], state, grad[piece], step=step, lr=1e-5, weight_decay=0.01)
+        number = next(turns)
+        step += number == 0
+        piece = pieces[number]
+        updater.update(wire[piece], states[number], grad[piece], step=step, lr=1e-5, weight_decay=0.01)
+
+    tensors = cycle(range(0, _NUM_PIECES * size, _NORM_PIECES * size))
 
     def norm() -> None:
-        for start in range(0, grad.numel(), _NORM_PIECES * size):
-            GradNorm.tensor_norm(grad[start : start + _NORM_PIECES * size])
+        start = next(tensors)
+        GradNorm.tensor_norm(grad[start : start + _NORM_PIECES * size])
 
-    updating = statistics.median(durations(update, 0.8 * seconds))
-    return UpdateRate(
-        parameters_per_second=_NUM_PIECES * size / updating,
-        norm_share=statistics.median(durations(norm, 0.2 * seconds)) / updating,
-    )
+    updating = statistics.median(durations(update, 0.8 * seconds, least=_NUM_PIECES))
+    taking_norms = statistics.median(durations(norm, 0.2 * seconds)) / _NORM_PIECES
+    return UpdateRate(parameters_per_second=size / updating, norm_share=taking_norms / updating)
 
 
 def _values(arena: Arena, dtype: torch.dtype, num: int, scale: float) -> Tensor:

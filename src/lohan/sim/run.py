@@ -57,7 +57,7 @@ def simulate_steps(
     steps: int = 4,
     commit: bool = True,
     barrier: bool = False,
-    norm_share: float = NORM_SHARE,
+    norm_share: float | None = None,
 ) -> Timeline:
     """Several training steps of the engine's own Schedule; speculative steps keep what they guessed."""
     scheduler = Scheduler(model, plan)
@@ -76,16 +76,18 @@ def simulate(
     model: ModelSize,
     plan: Plan,
     barrier: bool = False,
-    norm_share: float = NORM_SHARE,
+    norm_share: float | None = None,
 ) -> Timeline:
     """Run lists of operations, as they would be put on the lanes call by call.
 
     `barrier`: a put starts when everything before it is done, instead of when the last clip before it is.
-    `norm_share`: of an update's time, what the norm of the same gradient takes.
+    `norm_share`: of an update's time, what the norm of the same gradient takes; None: as measured, or NORM_SHARE.
     """
     ops = [op for put in puts for op in put]
     index = {op.key: number for number, op in enumerate(ops)}
     lanes = [_LANE_NUMBER.get(op.lane, -1) for op in ops]
+    if norm_share is None:
+        norm_share = NORM_SHARE if machine.norm_share is None else machine.norm_share
     work = _work(ops, lanes, machine, model, norm_share)
     lease, release = _slabs(ops, index)
     dependents: list[list[int]] = [[] for _ in ops]
@@ -211,7 +213,7 @@ def _work(
     per_byte = [unit.num_parameters / max(sum(unit.state_bytes), 1) for unit in model.units]
     parameters = [unit.num_parameters for unit in model.units]
     per_flop, per_parameter = 1 / machine.gpu_flops_per_second, 1 / machine.update_parameters_per_second
-    overhead = machine.op_seconds
+    overhead, install = machine.op_seconds, machine.weights_seconds_per_parameter
     rates = (1.0, machine.to_gpu_bytes_per_second, machine.to_host_bytes_per_second)
     work = []
     for op, lane in zip(ops, lanes, strict=True):
@@ -219,6 +221,9 @@ def _work(
         server = _SERVERS[lane] if lane >= 0 else -1
         if server == GPU:
             amount = op.flops * per_flop + overhead
+            if install and op.key.piece == 0 and op.key.kind in ("forward", "backward"):  # the first micro-batch pays
+                passes = 2 if op.key.kind == "forward" and op.key.unit == len(parameters) - 1 else 1
+                amount += passes * parameters[op.key.unit] * install
         elif server in (TO_GPU, TO_HOST):
             amount = op.num_bytes + overhead * rates[server]
         elif server == CPU:

@@ -34,7 +34,7 @@ from lohan.engine.planning import Planned, Planning
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
 from lohan.engine.swap import open_scratch
-from lohan.engine.trace import Trace
+from lohan.engine.trace import Span, Trace
 from lohan.errors import ConfigError, LohanError
 from lohan.models.units import Units
 from lohan.optim import LossScale, Updater
@@ -350,6 +350,10 @@ class Run:
     def ssd_bytes(self) -> int:
         """Bytes read from and written to the drives since the run was opened."""
         return sum(self._trace.bytes_moved.values())
+
+    def drive_requests(self, since: float) -> list[Span]:
+        """What the drives were asked for and had done after this moment of perf_counter()."""
+        return self._trace.requests(since)
 
     def write_trace(self, path: str | Path, *, steps: int = 1) -> None:
         """The last steps as a file for https://ui.perfetto.dev: what every lane and every drive did when."""

@@ -64,6 +64,10 @@ class Trace:
         with self._guard:
             self.bytes_moved[kind] += num_bytes
 
+    def requests(self, since: float) -> list[Span]:
+        """The recent requests that ended after this moment."""
+        return [span for span in self._requests.copy() if span.end > since]
+
     def begin_step(self, now: float) -> None:
         """A step begins: what the one before left to do belongs to it up to here."""
         if self.directory is not None and self._steps:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lohan.engine.replay import Storages
+from lohan.engine.operators import Storages
 from lohan.engine.trees import map_tensors, tensors_in
 from lohan.errors import ModelError
 

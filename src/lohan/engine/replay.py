@@ -18,7 +18,6 @@ memory it did not make (its inputs, buffers, weights) or draws from a generator 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,80 +28,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lohan.engine.operators import Storages, given, given_to_view, kind_of, says_nothing
 from lohan.engine.trees import tensors_in
 from lohan.errors import ModelError
 
 OnHeavy = Callable[[Any, Any, Any, Any], None]
-
-_HEAVY = frozenset({
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution",
-    "aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_grouped_mm",
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable", "aten::_flash_attention_forward",
-    "aten::_efficient_attention_forward",
-})  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What an operator's schema says about it."""
-
-    name: str
-    view: bool
-    """Computes nothing: all it returns are views."""
-    same: bool
-    """A view that may be of the whole tensor and its own shape: then it says nothing."""
-    heavy: bool
-    fresh: bool
-    """All it returns is new memory."""
-    always: bool
-    """Never skipped."""
-    writes: tuple[int, ...] = ()
-    """Positional arguments it changes."""
-    writes_names: tuple[str, ...] = ()
-    random: bool = False
-
-
-_kinds: dict[Any, _Kind] = {}
-
-
-def _kind(func: Any) -> _Kind:
-    known = _kinds.get(func)
-    if known is None:
-        known = _kinds[func] = _read_schema(func)
-    return known
-
-
-_STATISTICS = {"aten::native_batch_norm": 5, "aten::cudnn_batch_norm": 5, "aten::miopen_batch_norm": 5}
-"""Operators that change their running statistics without saying so in their schema, and which argument says whether."""
-
-
-def _read_schema(func: Any) -> _Kind:
-    schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order operator
-        return _Kind(str(func), view=False, same=False, heavy=False, fresh=False, always=True)
-    aliases = [value.alias_info for value in schema.returns]
-    fresh = bool(aliases) and all(alias is None for alias in aliases)
-    view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    # In inference mode reshape and the like arrive whole, and may be views or copies.
-    view = view and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    view = view or schema.name.startswith("prim::")  # questions about a tensor
-    changed = [index for index, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write]
-    random = torch.Tag.nondeterministic_seeded in func.tags
-    # What returns numbers or truth values lets Python decide.
-    numbers = any("Tensor" not in str(value.type) for value in schema.returns)
-    return _Kind(
-        schema.name,
-        view=view,
-        same=schema.name in ("aten::view", "aten::detach", "aten::alias"),
-        heavy=fresh and not changed and schema.name in _HEAVY,
-        fresh=fresh and not changed,
-        always=random or not aliases or numbers,
-        writes=tuple(changed),
-        writes_names=tuple(schema.arguments[index].name for index in changed),
-        random=random,
-    )
 
 
 @dataclass(slots=True)
@@ -147,16 +77,6 @@ def _fill_in(blank: Any, poison: bool) -> Any:
     if isinstance(blank, (tuple, list)):
         return type(blank)(_fill_in(item, poison) for item in blank)
     return None if blank is None else blank.make(poison)
-
-
-def _given(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return (*map(_shown, args), *((name, _shown(value)) for name, value in kwargs.items()))
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape
-    return tuple(map(_shown, value)) if isinstance(value, (tuple, list)) else value
 
 
 @dataclass(slots=True)
@@ -256,60 +176,6 @@ def heavy_sources(ops: Sequence[OpRecord], storages: Iterable[int]) -> set[int]:
     return found
 
 
-class Storages:
-    """Numbers for the storages of a block's run, never used twice although memory is; and the rules for them."""
-
-    def __init__(self, block: str) -> None:
-        self._block = block
-        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._next = 0
-        self._made: set[int] = set()
-        """Those that the block made itself."""
-
-    def read(self, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """What an operator is given."""
-        return tuple(self.number(tensor) for tensor in _tensors_of(args, kwargs))
-
-    def written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """What an operator is about to change, after read(). Refuses what cannot be done twice."""
-        kind = _kind(func)
-        if kind.random and any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            raise ModelError(
-                f"{self._block} draws random numbers from a generator of its own ({func}). It is run again for "
-                "backward and would draw others: use torch's default generator."
-            )
-        changed = [args[index] for index in kind.writes if index < len(args)]
-        changed += [kwargs[name] for name in kind.writes_names if name in kwargs]
-        if _STATISTICS.get(kind.name) is not None and args[_STATISTICS[kind.name]]:
-            changed += args[3:5]
-        numbers = tuple(self.number(tensor) for tensor in tensors_in(changed))
-        for number, tensor in zip(numbers, tensors_in(changed), strict=True):
-            if number not in self._made:
-                raise ModelError(
-                    f"{self._block} changes memory it did not make: {func} on a tensor of shape {tuple(tensor.shape)} "
-                    "(an argument, a buffer or a weight). It is run again for backward and would change it twice: "
-                    "let it work on a copy."
-                )
-        return numbers
-
-    def made(self, result: Any) -> tuple[int, ...]:
-        """What an operator has returned. Storages not seen before are the block's own."""
-        known = self._next
-        numbers = tuple(self.number(tensor) for tensor in tensors_in(result))
-        self._made.update(number for number in numbers if number > known)
-        return numbers
-
-    def number(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        known = self._numbers.get(key)
-        if known is not None and known[0]() is storage:
-            return known[1]
-        self._next += 1
-        self._numbers[key] = (weakref.ref(storage), self._next)
-        return self._next
-
-
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
@@ -336,18 +202,18 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = _kind(func)
+        kind = kind_of(func)
         ops = self.made.ops
         if kind.view:
             result = func(*args, **kwargs)
             if kind.name == "aten::lift_fresh":
                 self._storages.made(result)
-            if not _says_nothing(kind, args, result):
-                ops.append(OpRecord(func, _given_to_view(kind, args, kwargs), (), ()))
+            if not says_nothing(kind, args, result):
+                ops.append(OpRecord(func, given_to_view(kind, args, kwargs), (), ()))
             return result
         if torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is not self.hooks.pack_hook:
             self.made.opaque = True  # somebody else takes what is saved here
-        storages, given = self._storages, _given(args, kwargs)
+        storages, shown = self._storages, given(args, kwargs)
         reads, written = storages.read(args, kwargs), storages.written(func, args, kwargs)
         for storage in written:
             for one in self._held.pop(storage, ()):
@@ -357,7 +223,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         makes = storages.made(result) + written
         outputs = list(tensors_in(result))
         always = kind.always or not all(tensor.is_floating_point() for tensor in outputs)
-        record = OpRecord(func, given, reads, makes, always=always and not (kind.heavy and len(outputs) > 1))
+        record = OpRecord(func, shown, reads, makes, always=always and not (kind.heavy and len(outputs) > 1))
         if kind.fresh and not always:
             record.blank = _Blank.of(result)
         if kind.heavy:
@@ -385,35 +251,6 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made.kept[op] = tuple(hold(v) for v in result) if isinstance(result, (tuple, list)) else hold(result)
 
 
-def _tensors_of(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for value in args:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors_of(value, {})
-    for value in kwargs.values():
-        if isinstance(value, Tensor):
-            yield value
-
-
-def _says_nothing(kind: _Kind, args: Any, result: Any) -> bool:
-    """Views of the whole tensor in its own shape come and go, with hooks for example."""
-    return kind.name.startswith("prim::") or (kind.same and result.shape == args[0].shape)
-
-
-def _given_to_view(kind: _Kind, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    given = _given(args, kwargs)
-    if kind.name == "aten::as_strided" and len(args) > 3:
-        return (*given, args[0].storage_offset())  # only from the same place does its offset lead to the same numbers
-    if kind.name == "aten::lift_fresh" and type(args[0]) is Tensor and args[0].numel() <= _FEW:
-        return (*given, repr(args[0].tolist()))  # a constant that Python made
-    return given
-
-
-_FEW = 64
-"""Constants up to this many numbers are compared. Picked by feel."""
-
-
 class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
@@ -428,13 +265,13 @@ class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # see devices/budget.py
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, kind = kwargs or {}, _kind(func)
+        kwargs, kind = kwargs or {}, kind_of(func)
         if kind.view:
             result = func(*args, **kwargs)
-            if not _says_nothing(kind, args, result):
-                self._next(func, _given_to_view(kind, args, kwargs))
+            if not says_nothing(kind, args, result):
+                self._next(func, given_to_view(kind, args, kwargs))
             return result
-        recording, number = self._recording, self._next(func, _given(args, kwargs))
+        recording, number = self._recording, self._next(func, given(args, kwargs))
         kept = recording.kept.get(number)
         if kept is not None:
             if number in recording.random_state:

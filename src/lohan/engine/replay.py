@@ -198,7 +198,8 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _save(self, tensor: Tensor) -> None:
         """What autograd does with a tensor it would save: nothing is kept."""
-        self.made.saved.add(self._storages.number(tensor))
+        with torch._C.DisableTorchFunction():  # inside a custom function _Peeks would take this for somebody else
+            self.made.saved.add(self._storages.number(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

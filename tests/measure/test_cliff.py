@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan.measure.cliff import FALLEN_SHARE, LASTING_WINDOWS, Cliff
@@ -20,6 +20,7 @@ rates = st.floats(1e8, 1e10)
 lengths = st.integers(6, 60)
 
 
+@settings(deadline=None)
 @given(rates, st.integers(1, 100))
 def test_a_steady_drive_has_no_cliff(rate, number):
     cliff = cliff_of([rate] * number)
@@ -29,6 +30,7 @@ def test_a_steady_drive_has_no_cliff(rate, number):
     assert found.sustained == pytest.approx(rate, rel=1e-6)
 
 
+@settings(deadline=None)
 @given(rates, st.floats(0.05, 0.6), lengths, st.integers(2 * LASTING_WINDOWS, 60))
 def test_a_fall_is_found_where_it_happens(fast, share, before, after):
     cliff = cliff_of([fast] * before + [fast * share] * after)
@@ -40,18 +42,21 @@ def test_a_fall_is_found_where_it_happens(fast, share, before, after):
     assert found.burst_bytes == pytest.approx(fast * before, rel=1e-6)
 
 
+@settings(deadline=None)
 @given(rates, lengths, st.integers(1, LASTING_WINDOWS // 2 - 1))
 def test_a_short_dip_is_no_cliff(rate, around, dip):
     found = cliff_of([rate] * around + [rate * 0.2] * dip + [rate] * 2 * LASTING_WINDOWS).rates()
     assert found.burst is None
 
 
+@settings(deadline=None)
 @given(rates, lengths)
 def test_a_drive_that_recovers_has_no_cliff(rate, slow):
     found = cliff_of([rate] * 10 + [rate * 0.3] * (slow + LASTING_WINDOWS) + [rate] * 2 * LASTING_WINDOWS).rates()
     assert found.burst is None
 
 
+@settings(deadline=None)
 @given(rates)
 def test_a_rate_that_goes_on_falling_has_not_settled(rate):
     cliff = cliff_of([rate] * 10 + [rate * 0.5 * 0.95**number for number in range(30)])
@@ -59,6 +64,7 @@ def test_a_rate_that_goes_on_falling_has_not_settled(rate):
     assert not cliff.rates().settled
 
 
+@settings(deadline=None)
 @given(st.lists(rates, min_size=1, max_size=80))
 def test_whatever_was_seen_the_sustained_rate_lies_within_it_and_below_the_burst(seen):
     found = cliff_of(seen).rates()

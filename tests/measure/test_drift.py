@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan.measure.drift import (
@@ -43,11 +43,13 @@ def reports(watch: DriftWatch, name: str, shares: list[float]) -> list:
     return [drift for share in shares for drift in watch.see({name: EXPECTED[name] * share})]
 
 
+@settings(deadline=None)
 @given(names, st.lists(near, max_size=60))
 def test_a_run_near_its_profile_is_never_reported(name, shares):
     assert reports(DriftWatch(MACHINE), name, shares) == []
 
 
+@settings(deadline=None)
 @given(names, off, st.integers(0, 60))
 def test_a_lasting_drift_is_reported_once_with_both_figures(name, share, more):
     watch = DriftWatch(MACHINE)
@@ -60,6 +62,7 @@ def test_a_lasting_drift_is_reported_once_with_both_figures(name, share, more):
     assert ("faster" in drift.sentence) == (share > 1)
 
 
+@settings(deadline=None)
 @given(names, st.lists(st.booleans(), max_size=80), off)
 def test_fewer_bad_steps_than_counted_as_lasting_are_noise(name, bad, share):
     shares = [share if one else 1.0 for one in bad]
@@ -69,6 +72,7 @@ def test_fewer_bad_steps_than_counted_as_lasting_are_noise(name, bad, share):
     assert bool(reports(DriftWatch(MACHINE), name, shares)) == lasting
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.5, 2.0]), min_size=WINDOW, max_size=WINDOW))
 def test_steps_off_to_different_sides_do_not_add_up(shares):
     assert is_lasting(shares) == (max(shares.count(0.5), shares.count(2.0)) >= LASTING)
@@ -91,6 +95,7 @@ def test_another_profile_is_compared_with_afresh():
     assert len(reports(watch, "compute", [0.2] * 2 * WINDOW)) == 1
 
 
+@settings(deadline=None)
 @given(st.dictionaries(names, st.floats(0.1, 10)))
 def test_a_corrected_profile_promises_what_was_observed(shares):
     if "mixed" in shares:  # what both reach is never more than each alone
@@ -142,17 +147,20 @@ def overlapping(kind: str, rate: float, *, depth: int, seconds: float = 1.0, sta
     ]
 
 
+@settings(deadline=None)
 @given(st.floats(1e8, 1e10), st.integers(4, 32), st.sampled_from(["read", "write"]))
 def test_busy_drives_show_their_rate(rate, depth, kind):
     assert busy_drive_rates(overlapping(kind, rate, depth=depth), num_drives=1) == {kind: pytest.approx(rate, rel=1e-4)}
 
 
+@settings(deadline=None)
 @given(st.floats(1e8, 1e10), st.integers(1, 3))
 def test_drives_that_wait_for_their_caller_show_nothing(rate, depth):
     assert busy_drive_rates(overlapping("read", rate, depth=depth), num_drives=1) == {}
     assert busy_drive_rates(overlapping("read", rate, depth=2 * depth), num_drives=2) == {}
 
 
+@settings(deadline=None)
 @given(st.floats(1e8, 1e10), st.floats(1e8, 1e10))
 def test_reads_and_writes_at_once_are_added_and_kept_apart_from_each_alone(reading, writing):
     requests = overlapping("read", reading, depth=8, seconds=2.0)

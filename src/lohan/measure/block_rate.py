@@ -109,7 +109,7 @@ def measure_block(
     seconds: float = 5.0,
     tell: Callable[[float], None] = lambda share: None,
 ) -> BlockRate:
-    """Rounds of forward and backward for about `seconds`, at least two after one that is not counted."""
+    """Rounds of forward and backward for about `seconds`, at least one after one that is not counted."""
     with ExitStack() as owned:
         model = _build(shape, dtype)
         owned.enter_context(without_caches(model))
@@ -124,7 +124,7 @@ def measure_block(
         arithmetic: list[float] = []
         besides: list[float] = []
         started = time.perf_counter()
-        while len(arithmetic) < 3 * _BLOCKS or time.perf_counter() - started < seconds:
+        while len(arithmetic) < 2 * _BLOCKS or time.perf_counter() - started < seconds:
             for taken in bench.round():
                 first, middle, last = taken
                 arithmetic.append(middle)

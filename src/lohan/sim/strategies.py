@@ -175,6 +175,7 @@ def scale_batch(profile: ModelProfile, times: int) -> ModelProfile:
                 input_bytes=unit.input_bytes * times,
                 saved_bytes=unit.saved_bytes * times,
                 working_bytes=unit.working_bytes * times,
+                shared_bytes=unit.shared_bytes * times,
                 operators=tuple(_scale_operator(operator, times) for operator in unit.operators),
             )
         return made[id(unit)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lohan import __version__, cli_train
+from lohan import __version__, cli_estimate, cli_train
 from lohan.cli_profile import profile
 from lohan.errors import LohanError
 
@@ -51,6 +51,7 @@ store_app = typer.Typer(name="store", help="Look at a store on disk.", no_args_i
 app.add_typer(store_app)
 app.command()(profile)
 cli_train.register(app)
+cli_estimate.register(app)
 
 Directories = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="All drive directories of one store, in any order.")

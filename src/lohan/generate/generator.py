@@ -138,7 +138,7 @@ def open_generator(
     """
     where = _device(device)
     compute = Settings(compute_dtype=dtype).compute(where.type) if dtype is None else dtype_of(dtype, "dtype")
-    budget = _free(where) if memory == "auto" else parse_size(memory, name="memory")
+    budget = int(_FREE_SHARE * free_memory(where)) if memory == "auto" else parse_size(memory, name="memory")
     run = _run_of(Path(place))
     with ExitStack() as owned:
         folder = Path(place) if run is None else run / "model"
@@ -265,6 +265,6 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _free(device: torch.device) -> int:
-    free = free_ram() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    return int(_FREE_SHARE * free)
+def free_memory(device: torch.device) -> int:
+    """What can still be taken where this device computes."""
+    return free_ram() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])

@@ -206,6 +206,12 @@ class TrainConfig:
     early_stopping_threshold: float = 0.0
     """By how much a loss must be lower to count as better."""
 
+    sample_prompts: tuple[str, ...] = ()
+    """Let the model answer these after every evaluation, as in `lohan generate`."""
+
+    sample_max_new_tokens: int = 64
+    """Tokens of such an answer, at most."""
+
     logging_steps: int = 1
     """Print a line every so many steps. metrics.jsonl has every step."""
 
@@ -241,7 +247,7 @@ _AT_LEAST: dict[str, float] = {
     "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 1, "num_train_epochs": 0, "learning_rate": 0,
     "warmup_ratio": 0, "warmup_steps": 0, "min_lr_rate": 0, "adam_beta1": 0, "adam_beta2": 0, "adam_epsilon": 0,
     "momentum": 0, "weight_decay": 0, "max_grad_norm": 0, "seed": 0, "data_seed": 0, "save_steps": 1, "eval_steps": 1,
-    "early_stopping_patience": 1, "early_stopping_threshold": 0, "logging_steps": 1,
+    "early_stopping_patience": 1, "early_stopping_threshold": 0, "logging_steps": 1, "sample_max_new_tokens": 1,
 }  # fmt: skip
 _BELOW: dict[str, float] = {"eval_share": 1, "adam_beta1": 1, "adam_beta2": 1, "momentum": 1}
 _AT_MOST: dict[str, float] = {"warmup_ratio": 1, "min_lr_rate": 1}
@@ -347,7 +353,7 @@ def _check_evaluation(config: TrainConfig) -> None:
             f"eval_strategy is {config.eval_strategy} and there is nothing to evaluate on. Add eval_share: 0.01 or an "
             "eval_file.",
         )
-    for key in ("early_stopping_patience", "load_best_model_at_end", "eval_on_start"):
+    for key in ("early_stopping_patience", "load_best_model_at_end", "eval_on_start", "sample_prompts"):
         if getattr(config, key) and not config.evaluates:
             raise BadValue(key, f"{key} needs evaluations. Add eval_strategy: epoch, or remove it.")
     if config.eval_steps is not None and config.eval_strategy != "steps":

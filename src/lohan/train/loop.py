@@ -18,8 +18,10 @@ from typing import Any
 
 from lohan.engine.memory import resident_bytes
 from lohan.engine.run import Run, StepResult, open_run
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, PlanInfeasible
+from lohan.generate.generator import free_memory
 from lohan.optim import make_schedule
+from lohan.sizes import parse_size
 from lohan.store import has_store
 from lohan.store.report import describe_store
 from lohan.train.config import AUTO, TrainConfig
@@ -36,6 +38,7 @@ from lohan.train.metrics import MetricsFile
 from lohan.train.preview import Preview, largest_batches, preview
 from lohan.train.reporters import Reporters, make_reporters
 from lohan.train.resume import check_same, memory_of, recall
+from lohan.train.samples import write_samples
 from lohan.train.status import CONFIG_NAME, note_status
 
 MODEL_NAME, BEST_NAME = "model", "best"
@@ -80,7 +83,7 @@ def train(
     folder = _model_folder(config, going_on)
     reporters = make_reporters(config)
     _make_output(Path(config.output_dir))
-    data = _open_data(config, folder)
+    data, tokenizer = _open_data(config, folder)
     for sentence in data.report:
         say(sentence)
     total = total_steps(config, data.train.steps_per_epoch)
@@ -99,7 +102,8 @@ def train(
         if run.step_number:
             say(f"Going on after step {run.step_number} of {total}.")
         loop = _Loop(
-            config=config, run=run, data=data, total=total, evaluations=saved.evaluations,
+            config=config, run=run, data=data, total=total, evaluations=saved.evaluations, tokenizer=tokenizer,
+            host_bytes=parse_size(arguments["host_memory"], name="host_memory"),
             metrics=owned.enter_context(
                 MetricsFile(
                     Path(config.output_dir), after_step=run.step_number, after_evaluation=saved.evaluations.last_step
@@ -108,7 +112,7 @@ def train(
             reporters=owned.enter_context(reporters),
             display=owned.enter_context(make_display(total, every=config.logging_steps, live=live)),
         )  # fmt: skip
-        run.reserve(largest_batches(data, total))
+        run.reserve(loop.largest)
         with Interrupt() as interrupt:
             loop.interrupt = interrupt
             stopped = loop.run_to_the_end()
@@ -146,12 +150,16 @@ class _Loop:
         metrics: MetricsFile,
         reporters: Reporters,
         display: Display,
+        tokenizer: Any,
+        host_bytes: int,
     ):
         self.config, self.run, self.data, self.total = config, run, data, total
         self.evaluations, self.display = evaluations, display
         self.loss: float | None = None
         self.interrupt = Interrupt()
+        self.largest = largest_batches(data, total)
         self._metrics, self._reporters = metrics, reporters
+        self._tokenizer, self._host_bytes = tokenizer, host_bytes
         self._busy: dict[str, float] = {}
         self._ssd_bytes = run.ssd_bytes
 
@@ -219,7 +227,8 @@ class _Loop:
                 return False  # the run that goes on will do it
             seconds = time.perf_counter() - started
             best = self.evaluations.record(step, loss, self.config.early_stopping_threshold)
-            self._metrics.write({"step": step, "eval_loss": loss, "best": best, "eval_seconds": seconds})
+            record = {"step": step, "eval_loss": loss, "best": best, "eval_seconds": seconds}
+            self._metrics.write(record | self._samples())
             self._reporters.log(step, {"eval_loss": loss})
             self.display.say(f"step {step}/{self.total}  held-out loss {loss:.4f}{', the best so far' if best else ''}")
             if best and self.config.load_best_model_at_end:
@@ -228,6 +237,31 @@ class _Loop:
         if stop:
             self.display.say(f"Stopping: {patience} evaluations were no better than step {self.evaluations.best_step}.")
         return stop
+
+    def _samples(self) -> dict[str, Any]:
+        """What the model writes now, told and for the metrics."""
+        if not self.config.sample_prompts:
+            return {}
+        device, budget = self.run.device, self._host_bytes
+        if device.separate_memory:
+            budget = device.memory_budget or free_memory(device.torch_device)
+        try:
+            samples = write_samples(
+                self.run,
+                self._tokenizer,
+                self.config.sample_prompts,
+                max_new_tokens=self.config.sample_max_new_tokens,
+                memory_bytes=budget,
+                raw=not self.config.apply_chat_template,
+                stop=lambda: self.interrupt.asked,
+            )
+        except PlanInfeasible as error:
+            self.display.say(f"No samples: {error}")
+            samples = []
+        self.run.reserve(self.largest)
+        for sample in samples:
+            self.display.say(f"  {sample['prompt']} -> {sample['text']}")
+        return {"samples": samples}
 
     def export(self, name: str) -> Path:
         """Write the weights as a folder of output_dir; the one that was there stays until the new one is complete."""
@@ -318,7 +352,7 @@ def _model_folder(config: TrainConfig, going_on: bool) -> Path:
     return next((Path(each) / "model" for each in config.ssd if (Path(each) / "model").is_dir()), folder)
 
 
-def _open_data(config: TrainConfig, folder: Path) -> Splits:
+def _open_data(config: TrainConfig, folder: Path) -> tuple[Splits, Any]:
     tokenizer = load_tokenizer(
         folder, chat_template_path=config.chat_template_path, trust_remote_code=config.trust_remote_code
     )
@@ -326,4 +360,4 @@ def _open_data(config: TrainConfig, folder: Path) -> Splits:
     packing = check_packing(folder, trust_remote_code=config.trust_remote_code) if config.packing else None
     data = open_data(config, tokenizer, block_mask=packing == "block_mask")
     check_model(folder, config, max_token=data.max_token, longest=data.train.longest_row)
-    return data
+    return data, tokenizer

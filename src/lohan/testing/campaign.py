@@ -2,14 +2,16 @@
 
     python -m lohan.testing.campaign property --examples 20000
     python -m lohan.testing.campaign kill --rounds 200 --directory DIR --drives 2
+    python -m lohan.testing.campaign train-kill --rounds 50 --directory DIR
     python -m lohan.testing.campaign parity --seconds 600
     python -m lohan.testing.campaign races --seeds 200
 
 `property` drives random sequences with crashes, power losses and failures against a model, on drives in memory.
-`kill` kills a real writer on real files. `parity` compares runs with plain PyTorch to the bit: the full product of
-models, micro-batches, clipping, formats, drives, commits and devices, each with random values of everything else.
-`races` does the same with random delays on every lane and late I/O. All print progress, end with one line of JSON, and
-exit 1 on a failure.
+`kill` kills a real writer on real files. `train-kill` stops `lohan train` by kill -9, Ctrl-C and SIGTERM, and compares
+what comes out in the end with a training that was never stopped. `parity` compares runs with plain PyTorch to the bit:
+the full product of models, micro-batches, clipping, formats, drives, commits and devices, each with random values of
+everything else. `races` does the same with random delays on every lane and late I/O. All print progress, end with one
+line of JSON, and exit 1 on a failure.
 """
 
 from __future__ import annotations
@@ -65,6 +67,20 @@ def kill_campaign(num_rounds: int, directory: Path | None, num_drives: int, seed
         f"commit, {tally.found_under_way} the one under way"
     )
     print(json.dumps({key: asdict(tally)[key] for key in ("kills", "commits", "failures")}))
+    return 1 if tally.failures else 0
+
+
+def train_kill_campaign(num_rounds: int, directory: Path | None, save_steps: int, seed: int) -> int:
+    """`lohan train`, stopped at random moments, in a new folder under `directory`, which is removed afterwards."""
+    from lohan.testing import train_kill
+
+    def progress(tally: train_kill.Tally) -> None:
+        print(f"{tally.kills} kills, {tally.stops} stops, {tally.finished} runs finished", flush=True)
+
+    print(f"seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="lohan-train-kill-", dir=directory) as folder:
+        tally = train_kill.run(Path(folder), num_rounds=num_rounds, seed=seed, save_steps=save_steps, progress=progress)
+    print(json.dumps(asdict(tally)))
     return 1 if tally.failures else 0
 
 
@@ -134,6 +150,11 @@ def main(arguments: list[str] | None = None) -> int:
     kills.add_argument("--directory", type=Path, help="where to make the store (default: the temporary folder)")
     kills.add_argument("--drives", type=int, default=2, metavar="N")
     kills.add_argument("--seed", type=int, default=None, help="repeat a run's choices (not its timing)")
+    trainings = commands.add_parser("train-kill", help="stop `lohan train` again and again")
+    trainings.add_argument("--rounds", type=int, default=50, metavar="N")
+    trainings.add_argument("--directory", type=Path, help="where to work (default: the temporary folder)")
+    trainings.add_argument("--save-steps", type=int, default=1, metavar="N", help="commit every so many steps")
+    trainings.add_argument("--seed", type=int, default=None, help="repeat a run's choices (not its timing)")
     parities = commands.add_parser("parity", help="runs against plain PyTorch, to the bit")
     parities.add_argument("--full", action="store_true", help="the whole product, however long it takes")
     parities.add_argument("--seconds", type=float, default=600.0, metavar="N", help="stop after this long")
@@ -148,6 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     seed = random.SystemRandom().getrandbits(32) if chosen.seed is None else chosen.seed
     if chosen.command == "parity":
         return parity_campaign(chosen.full, chosen.seconds, seed, chosen.directory)
+    if chosen.command == "train-kill":
+        return train_kill_campaign(chosen.rounds, chosen.directory, chosen.save_steps, seed)
     if chosen.command == "races":
         return races_campaign(chosen.seeds, seed, chosen.directory)
     return kill_campaign(chosen.rounds, chosen.directory, chosen.drives, seed)

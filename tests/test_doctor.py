@@ -304,6 +304,15 @@ def test_each_gpu_is_named_with_its_memory():
     assert [finding.value for finding in findings] == [f"{gpu.name}, 24 GB" for gpu in gpus]
 
 
+def test_updates_by_torch_operators_are_noted_with_the_reason():
+    [native] = machine.judge_update("native")
+    [slow] = machine.judge_update("torch: no C compiler (cc, gcc, clang) on the PATH")
+    assert (native.verdict, slow.verdict) == (Verdict.OK, Verdict.NOTE)
+    assert "no C compiler" in slow.value
+    assert slow.data == {"native": False, "reason": "no C compiler (cc, gcc, clang) on the PATH"}
+    assert machine.judge_update(machine.find_update_path(None)) == []
+
+
 def test_memory_is_what_the_control_group_leaves():
     [memory, limit] = machine.judge_memory(64 * 10**9, 60 * 10**9, CgroupMemory(16 * 10**9, 4 * 10**9))
     assert memory.data == {"total_bytes": 64 * 10**9, "free_bytes": 12 * 10**9}
@@ -395,6 +404,7 @@ def test_the_docs_name_every_finding_and_key():
         machine.judge_torch(Torch("2.6", None)),
         *machine.judge_device(Torch("2.6", "12", (Gpu("x", 1),))),
         machine.judge_cpu(2),
+        *machine.judge_update("native"),
         *machine.judge_memory(2, 1, CgroupMemory(1, 0)),
         *place("/mnt/fast"),
         *judge_rate("/x", MeasuredRate(read=1, write=1, direct=True)),

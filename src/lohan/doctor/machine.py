@@ -55,6 +55,7 @@ def examine_machine() -> list[Finding]:
         judge_torch(torch),
         *judge_device(torch),
         judge_cpu(len(os.sched_getaffinity(0))),
+        *judge_update(find_update_path(torch)),
         *judge_memory(memory.total, memory.available, find_cgroup_memory()),
     ]
 
@@ -144,6 +145,37 @@ def judge_cpu(num_cores: int) -> Finding:
         advice="Checksums and optimizer updates share these with the rest; with so few they take turns." if few else "",
         data={"num_cores": num_cores},
     )
+
+
+def find_update_path(torch: Torch | None) -> str | None:
+    """What would do the optimizer updates of a bf16 run, as Updater.path says it; None where torch does not work.
+    May compile for a second or two."""
+    if torch is None or torch.error is not None:
+        return None
+    from torch import bfloat16
+
+    from lohan.optim import AdamW, Updater, default_format
+
+    return Updater(AdamW(), default_format(bfloat16), bfloat16).path
+
+
+def judge_update(path: str | None) -> list[Finding]:
+    if path is None:
+        return []
+    by, _, reason = path.partition(": ")
+    native = by == "native"
+    return [
+        Finding(
+            name="update",
+            value="native kernel, compiled here" if native else f"torch operators, no native kernel: {reason}",
+            verdict=Verdict.OK if native else Verdict.NOTE,
+            advice=""
+            if native
+            else "Optimizer updates give the same bits and take about twice as long. "
+            "gcc or clang on the PATH is all the kernel needs on most machines.",
+            data={"native": native, "reason": reason},
+        )
+    ]
 
 
 def judge_memory(total: int, available: int, cgroup: CgroupMemory | None) -> list[Finding]:

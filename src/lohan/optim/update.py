@@ -4,18 +4,23 @@ State is one run of bytes per piece of a parameter: the format's arrays one afte
 of 64 bytes. The bits do not depend on how a parameter is cut, neither here into blocks nor by the caller into pieces,
 as long as pieces start at multiples of CHUNK_ALIGNMENT elements of their own parameter and never span two.
 
-An Updater owns scratch of about five f32 blocks and serves one thread at a time; different Updaters share nothing.
+An update is done by the compiled kernel of lohan.optim.native where there is one, else by torch operators block by
+block: several times slower, the same to the bit. `path` says which and why.
+
+An Updater owns scratch of about five f32 blocks, taken when torch operators need it, and serves one thread at a time;
+different Updaters share nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lohan.errors import ConfigError
 from lohan.optim.formats import WIRE_DTYPES, Scratch, StateFormat
+from lohan.optim.native import Kernel, Numbers, Range, Unavailable, find_kernel
 from lohan.optim.optimizers import CHUNK_ALIGNMENT, Optimizer
 
 STATE_ALIGNMENT = 64
@@ -49,6 +54,19 @@ class Updater:
         self.wire_dtype = wire_dtype
         self._specs = format.arrays(optimizer.moments, wire_dtype)
         self._scratch = Scratch(block_elements)
+        self._kernel: Kernel | None = None
+        self._path: str | None = None
+
+    @property
+    def path(self) -> str:
+        """What does the updates: "native", or "torch" and why. The first look at it may compile."""
+        if self._path is None:
+            try:
+                self._kernel = find_kernel(self.optimizer, self.format, self.wire_dtype, self._update_by_torch)
+                self._path = "native"
+            except Unavailable as reason:
+                self._path = f"torch: {reason}"
+        return self._path
 
     def state_bytes(self, num_elements: int) -> int:
         """Bytes of state for this many parameters, padding between the arrays included."""
@@ -74,7 +92,7 @@ class Updater:
         """
         self._check(wire_out, values)
         self._clear_padding(state, wire_out.numel())
-        for wire, arrays, block in self._blocks(wire_out, state, values):
+        for wire, arrays, block in self._blocks(wire_out, self.state_views(state, wire_out.numel()), values):
             num = wire.numel()
             master = self._scratch.f32("master", num).copy_(block)
             moments = {name: self._scratch.f32(name, num).zero_() for name in self.optimizer.moments}
@@ -98,23 +116,19 @@ class Updater:
         rounding after each one), and is not changed.
         """
         self._check(wire, grad)
-        for wire_block, arrays, grad_block in self._blocks(wire, state, grad):
-            master, moments = self.format.unpack(wire_block, arrays, self._scratch)
-            self.optimizer.update(
-                master,
-                self._scaled(grad_block, grad_multipliers),
-                moments,
-                step=step,
-                lr=lr,
-                weight_decay=weight_decay,
-            )
-            self.format.pack(master, moments, wire_block, arrays, self._scratch)
+        arrays = self.state_views(state, wire.numel())
+        numbers = Numbers(step, lr, weight_decay, tuple(grad_multipliers))
+        rest = [(0, wire.numel())]
+        if self.path == "native" and self._kernel is not None:
+            rest = self._kernel.update(wire, arrays, grad, numbers)
+        for within in rest:
+            self._update_by_torch(wire, arrays, grad, within, numbers)
 
     @torch.no_grad()
     def read_master(self, wire: Tensor, state: Tensor, out: Tensor) -> None:
         """Write the f32 master into `out`."""
         self._check(wire, out)
-        for wire_block, arrays, out_block in self._blocks(wire, state, out):
+        for wire_block, arrays, out_block in self._blocks(wire, self.state_views(state, wire.numel()), out):
             out_block.copy_(self.format.unpack(wire_block, arrays, self._scratch)[0])
 
     @torch.no_grad()
@@ -122,11 +136,27 @@ class Updater:
         """The moments as new f32 tensors, by name."""
         out = {name: torch.empty(wire.numel()) for name in self.optimizer.moments}
         start = 0
-        for wire_block, arrays, _ in self._blocks(wire, state, wire):
+        for wire_block, arrays, _ in self._blocks(wire, self.state_views(state, wire.numel()), wire):
             for name, values in self.format.unpack(wire_block, arrays, self._scratch)[1].items():
                 out[name][start : start + values.numel()] = values
             start += wire_block.numel()
         return out
+
+    @torch.no_grad()
+    def _update_by_torch(
+        self, wire: Tensor, arrays: Mapping[str, Tensor], grad: Tensor, within: Range, numbers: Numbers
+    ) -> None:
+        for wire_block, block, grad_block in self._blocks(wire, arrays, grad, within):
+            master, moments = self.format.unpack(wire_block, block, self._scratch)
+            self.optimizer.update(
+                master,
+                self._scaled(grad_block, numbers.multipliers),
+                moments,
+                step=numbers.step,
+                lr=numbers.lr,
+                weight_decay=numbers.weight_decay,
+            )
+            self.format.pack(master, moments, wire_block, block, self._scratch)
 
     def _scaled(self, grad: Tensor, multipliers: Sequence[Tensor | float]) -> Tensor:
         scaled = grad
@@ -136,15 +166,16 @@ class Updater:
             scaled = torch.mul(scaled, multiplier, out=self._scratch.f32("grad", grad.numel()))
         return scaled
 
-    def _blocks(self, wire: Tensor, state: Tensor, other: Tensor) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
-        num = wire.numel()
-        arrays = self.state_views(state, num)
-        if num <= self._scratch.num_elements:
-            if num:
+    def _blocks(
+        self, wire: Tensor, arrays: Mapping[str, Tensor], other: Tensor, within: Range | None = None
+    ) -> Iterator[tuple[Tensor, Mapping[str, Tensor], Tensor]]:
+        first, last = within or (0, wire.numel())
+        if last - first == wire.numel() <= self._scratch.num_elements:
+            if last:
                 yield wire, arrays, other
             return
-        for start in range(0, num, self._scratch.num_elements):
-            end = min(start + self._scratch.num_elements, num)
+        for start in range(first, last, self._scratch.num_elements):
+            end = min(start + self._scratch.num_elements, last)
             yield wire[start:end], {name: array[start:end] for name, array in arrays.items()}, other[start:end]
 
     def _layout(self, num_elements: int) -> tuple[list[int], int]:

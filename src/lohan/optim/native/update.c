@@ -1,0 +1,283 @@
+/* Adam and AdamW on stored state in one pass over memory, with the bits of torch's fused CPU kernel.
+ *
+ * A tile of each array is widened to f32 in L1, updated, and stored again. The arithmetic is that of torch 2.13's
+ * AVX2 build, read from its machine code: a multiplication and an addition are fused exactly where fmaf stands here,
+ * so this file must be compiled with -ffp-contract=off. torch's vector loop and its scalar loop for the last
+ * num % lanes elements differ in exp_avg_sq, and in the sign of zero in exp_avg. Which NaN an operation gives depends on the order of operands a
+ * compiler chose, so no NaN is ever stored: a share that would make one stops before that tile, and the caller lets
+ * torch do the rest of it. Nothing is kept between calls; safe from any thread.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+/* gcc keeps to 256 bits otherwise; narrowing to 16 bits takes twice the instructions then. */
+#pragma GCC target("prefer-vector-width=512")
+#endif
+#if defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__x86_64__)
+#error "no F16C: torch has no fused arithmetic to match here"
+#endif
+#if defined(__x86_64__) && !defined(__FMA__)
+#error "no FMA: torch has no fused arithmetic to match here"
+#endif
+
+enum { TILE = 64, AHEAD = 512, ALIGNMENT = 64, MAX_THREADS = 256 };
+/* A share of fewer elements takes less time than starting a thread for it (about 20 us). */
+enum { MIN_SHARE = 1 << 15 };
+enum { BF16, FP16, FP32 };
+
+struct update {
+    void *wire;
+    void *remainder; /* int16, bf16 wire only; or NULL */
+    void *master;    /* f32; or NULL. Without either the wire is the master. */
+    void *exp_avg, *exp_avg_sq;
+    const void *grad;
+    const float *multipliers;
+    int64_t num, step;
+    double lr, beta1, beta2, eps, weight_decay;
+    int32_t wire_dtype, moment_dtype, grad_dtype, num_multipliers, decoupled, lanes;
+};
+
+struct constants {
+    float decay, weight_decay, lerp, last_lerp, beta2, square, root, eps, step_size;
+    int decays, base_is_grad;
+};
+
+struct share {
+    const struct update *update;
+    const struct constants *constants;
+    int64_t begin, end; /* after the call: what is left to do */
+    int started;
+    pthread_t thread;
+};
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* One tile of every array. Where there is no remainder or no master, it is NULL. */
+struct tile {
+    char *wire, *remainder, *master, *exp_avg, *exp_avg_sq, *grad;
+};
+
+/* Tiles are read and written where they lie, of any alignment: a copy in between, written in one width and read in
+ * another, makes the processor wait and takes twice as long. */
+typedef float f32 __attribute__((may_alias, aligned(1)));
+typedef uint16_t u16 __attribute__((may_alias, aligned(1)));
+typedef int16_t i16 __attribute__((may_alias, aligned(1)));
+
+static inline const f32 *widen(const void *from, int dtype, float *restrict room) {
+    const u16 *half = from;
+    if (dtype == FP32) return from;
+    if (dtype == BF16) {
+        for (int i = 0; i < TILE; i++) room[i] = from_bits((uint32_t)half[i] << 16);
+        return room;
+    }
+#if defined(__F16C__)
+    for (int i = 0; i < TILE; i += 8)
+        _mm256_storeu_ps(room + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + i))));
+#else
+    const _Float16 *values = from;
+    for (int i = 0; i < TILE; i++) room[i] = (float)values[i];
+#endif
+    return room;
+}
+
+/* To nearest, ties to even, as torch's copy_ rounds. */
+static inline void narrow(const float *restrict from, int dtype, void *restrict to) {
+    u16 *half = to;
+    if (dtype == FP32) {
+        f32 *whole = to;
+        for (int i = 0; i < TILE; i++) whole[i] = from[i];
+    } else if (dtype == BF16) {
+        for (int i = 0; i < TILE; i++) {
+            uint32_t bits = bits_of(from[i]);
+            half[i] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+        }
+    } else {
+#if defined(__F16C__)
+        for (int i = 0; i < TILE; i += 8)
+            _mm_storeu_si128((__m128i *)(half + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+#else
+        _Float16 *values = to;
+        for (int i = 0; i < TILE; i++) values[i] = (_Float16)from[i];
+#endif
+    }
+}
+
+static inline const f32 *load_master(const struct tile *t, float *restrict room) {
+    if (t->remainder == NULL) return (const f32 *)(t->master != NULL ? t->master : t->wire);
+    const u16 *high = (const u16 *)t->wire;
+    const i16 *low = (const i16 *)t->remainder;
+    for (int i = 0; i < TILE; i++) room[i] = from_bits(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i]);
+    return room;
+}
+
+static inline void store_master(const float *restrict master, int wire_dtype, const struct tile *t) {
+    if (t->master != NULL) narrow(master, FP32, t->master);
+    if (wire_dtype != BF16) {
+        narrow(master, wire_dtype, t->wire);
+        return;
+    }
+    u16 *high = (u16 *)t->wire, *low = (u16 *)t->remainder;
+    /* Ties away from zero: lohan.optim.rounding. */
+    for (int i = 0; i < TILE; i++) high[i] = (uint16_t)((bits_of(master[i]) + 0x8000) >> 16);
+    if (low != NULL)
+        for (int i = 0; i < TILE; i++) low[i] = (uint16_t)bits_of(master[i]);
+}
+
+/* Whether the tile could be stored: its first `vector` elements as torch's vector loop updates them and the others as
+ * its scalar loop does. */
+static inline int update_tile(const struct update *u, const struct constants *constants, const struct tile *t,
+                              int vector) {
+    const struct constants c = *constants;
+    float master_room[TILE], average_room[TILE], square_room[TILE], grad_room[TILE];
+    const f32 *restrict old_master = load_master(t, master_room);
+    const f32 *restrict old_average = widen(t->exp_avg, u->moment_dtype, average_room);
+    const f32 *restrict old_square = widen(t->exp_avg_sq, u->moment_dtype, square_room);
+    const f32 *grad = widen(t->grad, u->grad_dtype, grad_room);
+    for (int k = 0; k < u->num_multipliers; k++, grad = grad_room)
+        for (int i = 0; i < TILE; i++) grad_room[i] = grad[i] * u->multipliers[k];
+    if (c.decays && !u->decoupled) {
+        for (int i = 0; i < TILE; i++) grad_room[i] = fmaf(old_master[i], c.weight_decay, grad[i]);
+        grad = grad_room;
+    }
+    float master[TILE], average[TILE], square[TILE];
+    const f32 *restrict base = c.base_is_grad ? grad : old_average;
+    for (int i = 0; i < TILE; i++) average[i] = fmaf(grad[i] - old_average[i], c.lerp, base[i]);
+    for (int i = 0; i < TILE; i++) square[i] = fmaf(grad[i], c.square * grad[i], c.beta2 * old_square[i]);
+    for (int i = vector; i < TILE; i++) {
+        average[i] = fmaf(grad[i] - old_average[i], c.last_lerp, base[i]);
+        square[i] = fmaf(c.beta2, old_square[i], c.square * grad[i] * grad[i]);
+    }
+    uint32_t nan = 0;
+    for (int i = 0; i < TILE; i++) {
+        float denominator = sqrtf(square[i]) / c.root + c.eps;
+        master[i] = old_master[i] * c.decay + c.step_size * average[i] / denominator;
+        nan |= (master[i] != master[i]) | (average[i] != average[i]) | (square[i] != square[i]);
+    }
+    if (nan) return 0;
+    store_master(master, u->wire_dtype, t);
+    narrow(average, u->moment_dtype, t->exp_avg);
+    narrow(square, u->moment_dtype, t->exp_avg_sq);
+    return 1;
+}
+
+/* A fifth of the time from RAM: the processor's own prefetching ends at each page. */
+static inline void prefetch(const char *array, int size) {
+    if (array == NULL) return;
+    for (int i = 0; i < TILE * size; i += 64) __builtin_prefetch(array + AHEAD * size + i);
+}
+
+static inline char *at(const void *array, int64_t offset) { return array == NULL ? NULL : (char *)array + offset; }
+
+static void *run(void *argument) {
+    struct share *share = argument;
+    const struct update *u = share->update;
+    const int wire = u->wire_dtype == FP32 ? 4 : 2, moment = u->moment_dtype == FP32 ? 4 : 2;
+    const int grad = u->grad_dtype == FP32 ? 4 : 2;
+    for (int64_t i = share->begin; i < share->end; i = share->begin) {
+        struct tile t = {
+            .wire = at(u->wire, i * wire),
+            .remainder = at(u->remainder, i * 2),
+            .master = at(u->master, i * 4),
+            .exp_avg = at(u->exp_avg, i * moment),
+            .exp_avg_sq = at(u->exp_avg_sq, i * moment),
+            .grad = at(u->grad, i * grad),
+        };
+        if (share->end - i >= TILE) {
+            prefetch(t.wire, wire);
+            prefetch(t.remainder, 2);
+            prefetch(t.master, 4);
+            prefetch(t.exp_avg, moment);
+            prefetch(t.exp_avg_sq, moment);
+            prefetch(t.grad, grad);
+            if (!update_tile(u, share->constants, &t, TILE)) return NULL;
+            share->begin += TILE;
+            continue;
+        }
+        int num = (int)(share->end - i);
+        char *arrays[] = {t.wire, t.remainder, t.master, t.exp_avg, t.exp_avg_sq, t.grad};
+        int sizes[] = {wire, 2, 4, moment, moment, grad};
+        char copies[6][4 * TILE];
+        memset(copies, 0x3f, sizeof copies); /* beyond the end: a number near 1 in every dtype */
+        for (int k = 0; k < 6; k++)
+            if (arrays[k] != NULL) memcpy(copies[k], arrays[k], (size_t)(num * sizes[k]));
+        struct tile whole = {
+            .wire = copies[0],
+            .remainder = t.remainder == NULL ? NULL : copies[1],
+            .master = t.master == NULL ? NULL : copies[2],
+            .exp_avg = copies[3],
+            .exp_avg_sq = copies[4],
+            .grad = copies[5],
+        };
+        if (!update_tile(u, share->constants, &whole, num - num % u->lanes)) return NULL;
+        for (int k = 0; k < 5; k++)
+            if (arrays[k] != NULL) memcpy(arrays[k], copies[k], (size_t)(num * sizes[k]));
+        share->begin = share->end;
+    }
+    return NULL;
+}
+
+static struct constants constants_of(const struct update *u) {
+    /* In double and then rounded, as torch does; its compiler fuses the decay. */
+    double coefficient = 1 - u->beta1;
+    float lerp = (float)coefficient;
+    int small = fabsf(lerp) < 0.5f;
+    struct constants c = {
+        .decay = u->decoupled ? (float)fma(-u->lr, u->weight_decay, 1.0) : 1.0f, /* times 1 changes no bit */
+        .weight_decay = (float)u->weight_decay,
+        .lerp = small ? lerp : lerp - 1.0f,
+        .last_lerp = small ? lerp : -(1.0f - lerp), /* with beta1 = 0 one is 0 and the other -0 */
+        .beta2 = (float)u->beta2,
+        .square = (float)(1 - u->beta2),
+        .root = (float)sqrt(1 - pow(u->beta2, (double)u->step)),
+        .eps = (float)u->eps,
+        .step_size = (float)-(u->lr / (1 - pow(u->beta1, (double)u->step))),
+        .decays = u->weight_decay != 0,
+        .base_is_grad = !small,
+    };
+    return c;
+}
+
+/* Runs on up to num_threads threads, this one among them. Writes [begin, end) of what torch must do into `undone`,
+ * which has room for MAX_THREADS pairs, and returns how many there are. */
+int32_t lohan_update(const struct update *u, int32_t num_threads, int64_t *undone) {
+    struct share shares[MAX_THREADS];
+    struct constants constants = constants_of(u);
+    int64_t most = u->num / MIN_SHARE + 1;
+    if (num_threads > most) num_threads = (int32_t)most;
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
+    if (num_threads < 1) num_threads = 1;
+    int64_t size = (u->num / num_threads + ALIGNMENT) / ALIGNMENT * ALIGNMENT, begin = 0;
+    for (int k = 0; k < num_threads; k++) {
+        int64_t end = k + 1 == num_threads || begin + size > u->num ? u->num : begin + size;
+        shares[k] = (struct share){.update = u, .constants = &constants, .begin = begin, .end = end};
+        if (k > 0) shares[k].started = pthread_create(&shares[k].thread, NULL, run, &shares[k]) == 0;
+        begin = end;
+    }
+    int32_t count = 0;
+    for (int k = 0; k < num_threads; k++) {
+        if (shares[k].started)
+            pthread_join(shares[k].thread, NULL);
+        else
+            run(&shares[k]);
+        if (shares[k].begin < shares[k].end) {
+            undone[2 * count] = shares[k].begin;
+            undone[2 * count + 1] = shares[k].end;
+            count++;
+        }
+    }
+    return count;
+}

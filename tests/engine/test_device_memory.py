@@ -65,6 +65,19 @@ def test_the_predicted_peak_is_within_five_percent_and_never_too_little(name, nu
     assert real <= predicted <= 1.05 * real, f"predicted {predicted:,}, real {real:,}"
 
 
+def test_nothing_of_a_step_stays_on_the_device(model, tmp_path):
+    with open_run(
+        model=model, ssd=[tmp_path / "run"], host_memory="600MB", gpu_memory="1GB", device="virtual",
+        activations=CHOICES["one of each"], max_grad_norm=None,
+    ) as run:  # fmt: skip
+        live = []
+        for seed in range(3):
+            run.step(batches(2, 2, seed=seed))
+            run.drain()
+            live.append(run.device.live_bytes)
+    assert live[0] == live[1] == live[2]
+
+
 def test_a_micro_batch_that_cannot_fit_is_refused_with_the_largest_that_can(model, tmp_path):
     with open_run(
         model=model, ssd=[tmp_path / "run"], host_memory="600MB", gpu_memory="24MB", device="virtual",

@@ -263,10 +263,9 @@ class Engine:
                 state.missing[unit] = self.compute.take_gradient(unit, _target(buffer))
         if buffer is not None:
             self._gradient_made(op.key.step, unit, buffer)
-        if self._relief is not None:
-            self._relief.relieve()
         if last:
             self._free_weights(op, "f", unit)
+            self._relieve()
         if last and unit == head:
             self._free_weights(op, "h", 0)
 
@@ -283,6 +282,10 @@ class Engine:
         self.swapper.free((unit, micro_batch))
         if last:
             self._free_weights(op, "b", unit)
+            self._relieve()
+
+    def _relieve(self) -> None:
+        """Between two units; what one micro-batch frees the next one takes."""
         if self._relief is not None:
             self._relief.relieve()
 

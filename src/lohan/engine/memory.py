@@ -21,16 +21,19 @@ from lohan.plan.fit import HostBudget
 from lohan.plan.head import head_bytes
 
 # Python objects, thread stacks, the allocator's own slack, libraries that are loaded with the first operator.
-_OVERHEAD_BYTES = 48 << 20
-# What the C library keeps of freed memory all the same (see bound_allocator).
-_ALLOCATOR_SLACK = 1.3
+_OVERHEAD_BYTES = 64 << 20
+# What the C library keeps of freed memory all the same (see bound_allocator), and the matmuls' own buffers: measured at
+# 100M parameters, where a working set of 150 MB took 390 MB of heap. With less, memory is handed back and faulted in again
+# all the time: 2.5 s of 17 s in a step.
+_ALLOCATOR_SLACK = 2.0
 # What a block keeps for its backward, in multiples of its matmuls' inputs and outputs.
 _BLOCK_COPIES = 2
 
 
 # mallopt()'s names for what is set below, from glibc's malloc.h.
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _RETURNED_BYTES = 16 << 20
+_KEPT_BYTES = 256 << 20
 
 
 def bound_allocator() -> None:
@@ -38,13 +41,15 @@ def bound_allocator() -> None:
 
     By default glibc keeps freed blocks of up to 32 MiB, in a heap per thread: a gigabyte after two steps of a 1B model.
     From here on every block of 16 MiB or more (gradients, logits) goes back to the system when it is freed, and two
-    heaps are shared by all threads. Where the C library is another one, nothing happens.
+    heaps are shared by all threads. The end of a heap is kept (by default, 128 KiB of it would be): the next block
+    needs it again, and Relief gives it back where memory is short. Where the C library is another one, nothing happens.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return
     mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     mallopt(_M_ARENA_MAX, 2)
 
 

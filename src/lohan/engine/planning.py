@@ -89,8 +89,7 @@ class Planning:
         )  # fmt: skip
         wishes = replace(self._wishes, micro_batches=num)
         if wishes.activations == Activations():
-            plain = "host" if self._device.separate_memory else "device"
-            inputs = tuple(plain if unit.kind == "block" else "device" for unit in size.units)
+            inputs = tuple("host" if unit.kind == "block" else "device" for unit in size.units)
             wishes = replace(wishes, activations=Activations(inputs=inputs))
         plan = replace(fit_plan(size, budget, wishes), head_chunks=chunks)
         needs = self._needs(rehearsal, plan, rows * tokens, num)

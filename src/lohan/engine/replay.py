@@ -196,6 +196,12 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # see devices/budget.py
 
+    def finish(self) -> Recording:
+        """What was recorded; nothing of it is held here any more (the hooks and this mode hold each other)."""
+        made, self.made = self.made, Recording()
+        self._held.clear()
+        return made
+
     def _save(self, tensor: Tensor) -> None:
         """What autograd does with a tensor it would save: nothing is kept."""
         with torch._C.DisableTorchFunction():  # inside a custom function _Peeks would take this for somebody else
@@ -364,7 +370,7 @@ class Replayer:
         mode, peeks = _Record(name, keep, self._random_state, on_heavy), _Peeks()
         with torch.enable_grad(), mode.hooks, mode, peeks:
             result = run()
-        recording = mode.made
+        recording = mode.finish()
         if peeks.changed:
             recording.kept.clear()  # it may have been changed behind our back
         if peeks.read or peeks.changed or _has_custom_function(tensors_in(result)):

@@ -270,10 +270,10 @@ class Run:
         )
 
     def _relief(self, budget: HostBudget) -> Relief | None:
-        """On `cpu` computing shares host memory: keep room in it for what the next unit takes."""
+        """On `cpu` computing shares host memory: what it frees goes back to the system when the budget is used up."""
         if self.device.separate_memory:
             return None
-        return Relief(self._base_bytes + budget.total - round(0.85 * budget.compute))
+        return Relief(self._base_bytes + budget.total)
 
     def _close_engine(self) -> None:
         """Let go of an engine whose plan no longer fits, with all it knows written down."""

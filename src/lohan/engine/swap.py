@@ -2,8 +2,8 @@
 
 What a block leaves for its backward, of one micro-batch, travels together: its input if the Plan sends it away, and
 the kept outputs of its heavy operators. What waits in host memory has a slab for each tensor; what goes on to SSD is
-packed into one transit slab, written as one record and read back as one. On a device without memory of its own only
-what goes to SSD moves, and it is used where it was read to.
+packed into one transit slab, written as one record and read back as one. On `cpu` it is used where it lies: copied out
+of the heap once, so that what waits long does not leave holes between what comes and goes, and never copied back.
 
 out() and back() run on the copy lanes, write() and read() on the swap lanes; the Schedule orders them.
 """
@@ -62,6 +62,8 @@ class Swapper:
         self._away: dict[Place, list[_Parcel]] = {}
         self._packed: dict[Place, HostBuffer] = {}
         self._arrived: dict[Place, Tensor] = {}
+        self._in_use: dict[Place, list[_Parcel]] = {}
+        """On a device without memory of its own: what backward works with where it lies."""
 
     def out(self, place: Place, call: SavedCall) -> None:
         """Copy to host memory what the Plan sends away, and let go of it on the device."""
@@ -96,6 +98,8 @@ class Swapper:
                     self._packed[place] = self.transit.lease()
             else:
                 parcel.slab = self._arena.try_lease(parcel.num_bytes)
+                if parcel.slab is None and not self._device.separate_memory:
+                    continue  # it can as well stay where it is
                 if parcel.slab is None:
                     raise PlanInfeasible(
                         f"The activations of unit {place[0]} need {format_bytes(parcel.num_bytes)} more host memory "
@@ -140,7 +144,8 @@ class Swapper:
         if not self._device.separate_memory:
             for parcel in parcels:
                 _restore(parcel, self._in_host(place, parcel))
-            return  # the slab itself is in use until free()
+            self._in_use[place] = parcels  # until free()
+            return
         if parcels:
             memory = self._arrived[place] = self._device.empty(sum(_padded(parcel) for parcel in parcels))
             start = 0
@@ -150,7 +155,10 @@ class Swapper:
                     self._device.to_device(self._in_host(place, parcel), target)
                     _restore(parcel, target)
                     start += _padded(parcel)
-        for parcel in parcels:  # only now are the copies finished
+        self._give_back(place, parcels)  # only now are the copies finished
+
+    def _give_back(self, place: Place, parcels: Sequence[_Parcel]) -> None:
+        for parcel in parcels:
             if parcel.slab is not None:
                 parcel.slab.release()
         packed = self._packed.pop(place, None)
@@ -162,9 +170,9 @@ class Swapper:
         memory = self._arrived.pop(place, None)
         if memory is not None:
             self._device.free(memory)
-        packed = self._packed.pop(place, None)
-        if packed is not None:
-            packed.release()
+        parcels = self._in_use.pop(place, None)
+        if parcels is not None:
+            self._give_back(place, parcels)
 
     def clear(self) -> None:
         """Let go of whatever a step that failed has left."""

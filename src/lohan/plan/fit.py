@@ -98,8 +98,8 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         gradient_slabs=2,
     )
     plan = with_activations(model, plan, wishes.activations, wishes.micro_batches)
-    waiting = waiting_bytes(model, plan, wishes.micro_batches, on_device=not plan.separate_memory)
-    waiting = 0 if plan.separate_memory else round(waiting * budget.slack)
+    on_device = waiting_bytes(model, plan, wishes.micro_batches, tier="device")
+    waiting = 0 if plan.separate_memory else round(on_device * budget.slack)
     free = budget.staging - waiting
     if wishes.clip != "none":
         mode = wishes.clip
@@ -141,16 +141,15 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
     return plan if wishes.keep_nothing else _keep_in_memory(model, plan, free)
 
 
-def waiting_bytes(model: ModelSize, plan: Plan, micro_batches: int, *, on_device: bool) -> int:
-    """Activations of a step that wait for backward in host memory, or on the device too."""
-    tiers = ("device", "host") if on_device else ("host",)
+def waiting_bytes(model: ModelSize, plan: Plan, micro_batches: int, *, tier: str) -> int:
+    """Activations of a step that wait for backward on one tier."""
     total = 0
     for number, unit in enumerate(model.units):
         if unit.kind != "block":
             continue
-        total += unit.input_bytes if plan.input_tier(number) in tiers else 0
-        for op, tier in plan.keeps(number).items():
-            total += unit.operators[op].output_bytes if tier in tiers and op < len(unit.operators) else 0
+        total += unit.input_bytes if plan.input_tier(number) == tier else 0
+        for op, where in plan.keeps(number).items():
+            total += unit.operators[op].output_bytes if where == tier and op < len(unit.operators) else 0
     return total * micro_batches
 
 
@@ -165,12 +164,15 @@ def with_activations(model: ModelSize, plan: Plan, asked: Activations, micro_bat
         transit = max(transit, sum(-(-size // 64) * 64 for size, tier in sizes if tier == "ssd"))
         waiting += sum(_pages(size) for size, tier in sizes if tier == "host" and unit.kind == "block")
     transit = _pages(asked.transit_bytes if asked.transit_bytes is not None else transit)
-    waiting = asked.host_bytes if asked.host_bytes is not None else waiting * micro_batches
+    if asked.host_bytes is not None:
+        waiting = asked.host_bytes
+    elif waiting:
+        waiting = waiting * micro_batches + (waiting * micro_batches >> 5) + (1 << 20)  # for what blocks pass on besides
     return replace(
         plan,
         transit_bytes=transit,
         transit_slabs=4 if transit else 0,
-        host_bytes=waiting if plan.separate_memory else 0,
+        host_bytes=waiting,
     )
 
 

@@ -59,7 +59,7 @@ class Plan:
 
     kept: tuple[tuple[tuple[int, str], ...], ...] = ()
     """For each unit, the heavy operators whose outputs are kept for backward, and where: (number, tier). The others are
-    computed again. On a device without memory of its own, host and device are the same."""
+    computed again. On `cpu` device means the heap, and host the arena, where nothing gets into holes."""
 
     head_chunks: int = 1
     """Parts the head's loss is computed in, so that the logits are never whole in memory."""
@@ -125,9 +125,8 @@ class Plan:
         return self.inputs[unit] if unit < len(self.inputs) else "device"
 
     def tiers(self, unit: int) -> frozenset[str]:
-        """Where this unit's activations go that leave the device."""
-        away = {self.input_tier(unit), *self.keeps(unit).values()} - {"device"}
-        return frozenset(away if self.separate_memory else away - {"host"})
+        """Where this unit's activations go that leave the device's memory (on `cpu`: the C library's heap)."""
+        return frozenset({self.input_tier(unit), *self.keeps(unit).values()} - {"device"})
 
     def leaves(self, unit: int) -> bool:
         """Whether this unit's update waits for the next forward."""

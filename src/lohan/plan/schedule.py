@@ -286,7 +286,7 @@ class Scheduler:
         plan, key = self.plan, Key(step, "forward", unit, micro_batch)
         before = [Key(step, "forward", unit - 1, micro_batch)] if unit else []
         tiers = frozenset() if evaluate else self._tiers(unit)
-        if tiers and len(self._computes) >= plan.swap_window:  # room for what this one sends away
+        if not evaluate and len(self._computes) >= plan.swap_window:  # room for what this one makes
             earlier = self._computes[len(self._computes) - plan.swap_window]
             if self._tiers(earlier.unit):
                 before.append(Key(step, "act_out", earlier.unit, earlier.piece))

@@ -363,12 +363,8 @@ def _store_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def _training_rows(training: Training) -> list[tuple[str, str]]:
     resting = format_bytes(training.resting_rss_bytes)
-    beyond = format_bytes(training.peak_rss_bytes - training.resting_rss_bytes)
-    stayed = (
-        "no weight and no state stayed in memory"
-        if not training.resident_units
-        else f"{training.resident_units} parts of the model stayed in memory"
-    )
+    beyond = format_bytes(max(0, training.peak_rss_bytes - training.resting_rss_bytes))
+    stayed = f"{training.resident_units or 'none'} of {training.num_units} parts of the model stayed in memory"
     return [
         ("model", f"Llama of {training.num_parameters / 1e6:.1f} million parameters, learns to sort digits"),
         ("training", f"{training.steps} steps, {training.tokens_per_second:,.0f} tokens/s on the CPU"),
@@ -377,7 +373,8 @@ def _training_rows(training: Training) -> list[tuple[str, str]]:
             f"{format_bytes(training.ssd_bytes_per_step)} per step ({format_bytes(training.foretold_ssd_bytes)} "
             f"foretold): {stayed}",
         ),
-        ("memory", f"{beyond} at most, on top of the {resting} of Python, torch and transformers"),
+        ("time", f"{training.seconds_per_step:.2f} s per step, {training.foretold_seconds:.2f} s foretold"),
+        ("memory", f"{beyond} at most after a step, on top of the {resting} of Python, torch and transformers"),
         ("held out", f"loss {training.loss_before:.3f} before, {training.loss_after:.3f} after"),
         ("export", "opened with transformers: every weight is the trained one, to the bit"),
         (

@@ -2,7 +2,7 @@
 
 Everything a user would bring is written into a folder, so nothing is downloaded: a Llama of about five million random
 parameters, a byte-level tokenizer, questions like "520841=" whose answer is "012458", and a config. host_memory is so
-small that no weight and no state stays in memory: all of them are read from the drive, updated and written back in
+small that next to nothing stays in memory: weights and states are read from the drive, updated and written back in
 every step. Then the trained model is asked what it was never shown: by `lohan generate`, streamed from the run, and by
 plain transformers from the exported folder.
 """
@@ -10,19 +10,22 @@ plain transformers from the exported folder.
 from __future__ import annotations
 
 import json
-import resource
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import lohan
-from lohan.errors import LohanError
+from lohan.engine.memory import resident_bytes
+from lohan.errors import LohanError, PlanInfeasible
+from lohan.train.config import TrainConfig
 
 NUM_DIGITS = 6
 ROWS = 32
@@ -45,8 +48,9 @@ eval_file: {folder}/eval.jsonl
 output_dir: {folder}/out
 
 ssd: [{folder}/ssd]
-host_memory: {memory}                # so little that no weight stays in memory
+host_memory: {memory}                # the least that works: weights and states live on SSD
 device: cpu
+machine: {folder}/machine.yaml       # measured by `lohan profile`: time is foretold
 
 max_length: 32
 max_steps: {steps}
@@ -62,7 +66,8 @@ eval_on_start: true
 logging_steps: {logging}
 seed: 0
 """
-HOST_MEMORY = "141MB"
+PROFILE_SECONDS = 8.0
+"""Less than `lohan profile` takes: rates come out a little rougher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,15 @@ class Training:
     foretold_ssd_bytes: int
     """Per step, as told before the run began."""
 
+    seconds_per_step: float
+    foretold_seconds: float
     resident_units: int
+    num_units: int
     resting_rss_bytes: int
-    """Of this process before the run was opened: the interpreter, torch and transformers."""
+    """Of this process before the run was opened: the interpreter, torch, transformers, and what they keep."""
 
     peak_rss_bytes: int
-    """Of this process while it trained."""
+    """The most of this process after any step."""
 
     solved_before: int
     solved_after: int
@@ -137,7 +145,7 @@ def questions(seed: int, num: int) -> list[tuple[str, str]]:
     return [("".join(map(str, row)) + "=", "".join(map(str, sorted(row)))) for row in digits]
 
 
-def write_task(folder: Path, *, steps: int) -> Path:
+def write_task(folder: Path, *, steps: int, memory: str = "1GB") -> Path:
     """Training and held-out questions as JSONL, and the config. Returns the config's path."""
     for name, seed, num in (("train", _TRAINED, 2 * ROWS * steps), ("eval", _HELD_OUT, 2 * ROWS)):
         lines = [json.dumps({"prompt": asked, "completion": answered}) for asked, answered in questions(seed, num)]
@@ -145,10 +153,32 @@ def write_task(folder: Path, *, steps: int) -> Path:
     config = folder / CONFIG_NAME
     config.write_text(
         _CONFIG.format(
-            folder=folder, memory=HOST_MEMORY, steps=steps, rows=ROWS, warmup=min(8, steps), logging=max(1, steps // 10)
+            folder=folder, memory=memory, steps=steps, rows=ROWS, warmup=min(8, steps), logging=max(1, steps // 10)
         )
     )
     return config
+
+
+def least_memory(config: TrainConfig) -> str:
+    """The least host_memory, in steps of 5 MB, that this run can be planned for."""
+    from lohan.train.data.splits import open_data
+    from lohan.train.data.tokenizer import load_tokenizer
+    from lohan.train.loop import run_arguments
+    from lohan.train.preview import preview
+
+    model = Path(config.model_name_or_path)
+    data = open_data(config, load_tokenizer(model))
+
+    def is_enough(megabytes: int) -> bool:
+        arguments = run_arguments(replace(config, host_memory=f"{megabytes}MB"), config.max_steps)
+        try:
+            preview(arguments, model, data, total_steps=config.max_steps, done_steps=None)
+        except PlanInfeasible:
+            return False
+        return True
+
+    candidates = range(50, 1000, 5)
+    return f"{candidates[bisect_left(candidates, True, key=is_enough)]}MB"
 
 
 def train(
@@ -157,7 +187,9 @@ def train(
     """All of it, in an empty folder. `say` hears what is done; `quiet` makes room for the training's own lines."""
     from transformers.utils import logging
 
+    from lohan.cli_profile import write_machine
     from lohan.generate import Sampling, open_generator
+    from lohan.measure.machine import profile_machine
     from lohan.train import loop
     from lohan.train.config_file import load_config
     from lohan.train.metrics import read_metrics
@@ -167,10 +199,15 @@ def train(
     logging.disable_progress_bar()
     say("Making a small Llama, a tokenizer and questions")
     num_parameters = make_model(folder / "model")
-    config = load_config(write_task(folder, steps=steps))
+    say("Measuring this machine")
+    tokens = ROWS * (2 * NUM_DIGITS + 3)
+    machine = profile_machine([folder], device="cpu", tokens=tokens, seconds=PROFILE_SECONDS)
+    write_machine(machine, folder / "machine.yaml")
+    memory = least_memory(load_config(write_task(folder, steps=steps)))
+    config = load_config(write_task(folder, steps=steps, memory=memory))
     say("Asking it before the training")
     before = ask(open_in_ram(folder / "model"))
-    resting = _peak_rss()
+    resting = resident_bytes()
     runs: list[lohan.Run] = []
     previews: list[Preview] = []
 
@@ -180,7 +217,6 @@ def train(
 
     with quiet():
         result = loop.train(config, resume=False, live=False, on_run=runs.append, on_preview=told)
-    peak = _peak_rss()
     if result.stopped is not None:
         raise KeyboardInterrupt
     runs[0].write_trace(folder / "trace.json")
@@ -204,9 +240,12 @@ def train(
         tokens_per_second=sum(line["tokens"] for line in timed) / sum(line["seconds"] for line in timed),
         ssd_bytes_per_step=sum(line["ssd_bytes"] for line in timed) / len(timed),
         foretold_ssd_bytes=previews[0].read_bytes_per_step + previews[0].write_bytes_per_step,
+        seconds_per_step=median(line["seconds"] for line in timed),
+        foretold_seconds=previews[0].seconds_per_step or 0.0,
         resident_units=previews[0].resident_units,
+        num_units=previews[0].num_units,
         resting_rss_bytes=resting,
-        peak_rss_bytes=peak,
+        peak_rss_bytes=max(line["rss_bytes"] for line in trained),
         solved_before=before,
         solved_after=after,
         question=question,
@@ -221,7 +260,7 @@ def check_export(folder: Path, ssd: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    with lohan.open_run(ssd=ssd, host_memory=HOST_MEMORY, device="cpu") as run:
+    with lohan.open_run(ssd=ssd, host_memory="1GB", device="cpu") as run:
         trained = dict(run.read_weights())
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter, trained[name]):
@@ -246,7 +285,3 @@ def ask(model: Any, num: int = ASKED) -> int:
         )[:, ids.shape[1] :]
     answers = tokenizer.batch_decode(given, skip_special_tokens=True)
     return sum(answer == right for answer, (_, right) in zip(answers, asked, strict=True))
-
-
-def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,7 +13,10 @@ import torch
 from tiny_tokenizers import CHATML, byte_level
 
 from lohan import cli
+from lohan.cli_profile import write_machine
 from lohan.errors import PlanInfeasible
+from lohan.plan.plan import ModelSize, UnitSize
+from lohan.profiles import DriveProfile, MachineProfile
 from lohan.testing.zoo import tiny_model_folder
 from lohan.train.config import TrainConfig
 from lohan.train.config_file import dump_config, load_config
@@ -21,7 +24,7 @@ from lohan.train.data.splits import open_data
 from lohan.train.data.tokenizer import load_tokenizer
 from lohan.train.loop import run_arguments, train
 from lohan.train.metrics import read_metrics
-from lohan.train.preview import largest_batches, preview
+from lohan.train.preview import coarse, largest_batches, preview
 
 WORDS = ["two", "four", "dog", "fox", "lazy", "quick"]
 
@@ -235,6 +238,29 @@ def test_the_traffic_foretold_is_the_traffic_there_is(config, clip, memory, tmp_
     assert moved[2] == pytest.approx(ahead.read_bytes_per_step + ahead.write_bytes_per_step, rel=0.1)
     taken = (Path(config.ssd[0]) / "lohan.data").stat().st_size
     assert taken == pytest.approx(ahead.ssd_bytes, rel=0.05)
+
+
+def test_time_is_foretold_where_the_machine_was_measured(lohan, file, tmp_path):
+    machine = MachineProfile(
+        name="a", gpu_flops_per_second=1e10, gpu_memory_bytes=10**10, separate_memory=False,
+        to_gpu_bytes_per_second=1e10, to_host_bytes_per_second=1e10, host_memory_bytes=10**10,
+        drives=(DriveProfile(read_bytes_per_second=1e9, write_bytes_per_second=1e9, endurance_bytes=1e12),),
+        update_parameters_per_second=1e7,
+    )  # fmt: skip
+    write_machine(machine, tmp_path / "machine.yaml")
+    out = lohan("train", file, "--set", f"machine={tmp_path / 'machine.yaml'}")[1]
+    assert re.search(r"time +[\d.]+ s per step, 0:0\d in all; the limit is ", out)
+    assert "of the drives' rated endurance" in out
+    code, _, err = lohan("train", file, "--set", "machine=/nowhere.yaml")
+    assert code == 2
+    assert "lohan profile" in err
+
+
+def test_the_simulated_size_keeps_all_bytes():
+    unit = UnitSize("block", 100, tuple(range(20)), tuple(range(20, 40)), 7)
+    (made,) = coarse(ModelSize((unit,))).units
+    assert len(made.state_bytes) == 8
+    assert (sum(made.piece_weights_bytes), sum(made.state_bytes)) == (190, 590)
 
 
 def test_memory_is_planned_once_for_the_largest_step(config, monkeypatch):

@@ -65,6 +65,9 @@ class TrainConfig:
     device: str = AUTO
     """cuda, cuda:1, cpu or virtual. auto: the first GPU, else cpu."""
 
+    machine: str | None = None
+    """A file of `lohan profile`: time is predicted before the run, and activations are planned by its rates."""
+
     trust_remote_code: bool = False
     """Run Python code that comes with the model's folder."""
 

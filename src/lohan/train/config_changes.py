@@ -12,7 +12,7 @@ from lohan.train.config import ENDLESS_SCHEDULES, TrainConfig
 
 FREE = frozenset(
     {
-        "output_dir", "ssd", "host_memory", "gpu_memory", "trust_remote_code", "train_file", "eval_file",
+        "output_dir", "ssd", "host_memory", "gpu_memory", "machine", "trust_remote_code", "train_file", "eval_file",
         "max_eval_samples", "dataset_cache_dir", "chat_template_path", "per_device_eval_batch_size", "strategy", "clip",
         "save_steps", "export_at_end", "eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end",
         "early_stopping_patience", "early_stopping_threshold", "sample_prompts", "sample_max_new_tokens",

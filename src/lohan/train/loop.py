@@ -20,6 +20,7 @@ from lohan.engine.memory import resident_bytes
 from lohan.engine.run import Run, StepResult, open_run
 from lohan.errors import ConfigError, PlanInfeasible
 from lohan.generate.generator import free_memory
+from lohan.hardware import load_machine
 from lohan.optim import make_schedule
 from lohan.sizes import parse_size
 from lohan.store import has_store
@@ -302,6 +303,7 @@ def run_arguments(config: TrainConfig, total: int) -> dict[str, Any]:
         "commit_every": config.save_steps,
         "clip": config.clip,
         "strategy": config.strategy,
+        "machine": None if config.machine is None else load_machine(config.machine),
         "trust_remote_code": config.trust_remote_code,
         "learning_rate": config.learning_rate,
         "optimizer": "adamw" if config.optim.startswith("adamw") else config.optim,

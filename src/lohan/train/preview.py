@@ -1,8 +1,8 @@
 """What a run will take, told before its store is made: memory, SSD space, SSD traffic and wear.
 
 The numbers are those of the plan the engine will make for the largest micro-batches of the run, and the bytes of the
-schedule it will walk. What cannot fit is refused here, by the planner, with the value that would fit. Time is not known
-before the machine has been measured, and nothing is said about it here.
+schedule it will walk. What cannot fit is refused here, by the planner, with the value that would fit. Time is predicted
+where the machine has been measured (`machine` in the config): the same plan and schedule on the simulator's clock.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,26 @@ from lohan.engine.layout import records_of
 from lohan.engine.planning import Planned, Planning
 from lohan.engine.settings import Settings
 from lohan.errors import StoreFull
+from lohan.estimate.costs import costs_of
 from lohan.plan.fit import Wishes, staging_bytes
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import Scheduler
+from lohan.profiles import MachineProfile
+from lohan.sim.run import simulate_steps
+from lohan.sim.sizes import MAX_PIECES
 from lohan.sizes import format_bytes, parse_size
 from lohan.train.data.batches import TokenData
 from lohan.train.data.splits import Splits
+from lohan.train.display import clock
+
+_LIMITS = {
+    "gpu": "computing",
+    "cpu_update": "updating on the CPU",
+    "ssd": "the drives",
+    "to_gpu": "the link to the device",
+    "to_host": "the link from the device",
+}
 
 REFERENCE_ENDURANCE_BYTES = 1.2e15
 """What a 2 TB consumer drive is rated for: hardware/drives.yaml, for example the Samsung 990 PRO."""
@@ -56,6 +70,8 @@ class Preview:
     """On a device of its own; None where computing shares host memory or nothing is known."""
 
     resident_units: int
+    """Whose weights stay in memory, and maybe their state."""
+
     num_units: int
     ssd_bytes: int
     """Space the store takes on all drives."""
@@ -67,6 +83,13 @@ class Preview:
     write_bytes_per_step: int
     new: bool
     """The store has still to be made."""
+
+    seconds_per_step: float | None = None
+    """Predicted; None without a measured machine."""
+
+    bottleneck: str = ""
+    endurance_share: float | None = None
+    """Of the rated life of the drive that is written most; None where the rating is not known."""
 
     def lines(self) -> list[str]:
         """For people."""
@@ -87,10 +110,17 @@ class Preview:
             f"traffic  {format_bytes(self.read_bytes_per_step)} read and {format_bytes(self.write_bytes_per_step)} "
             "written per step"
         )
-        lines.append(
-            f"wear     {format_bytes(written)} written in all, {_percent(wear)} of what a drive rated for "
-            f"{REFERENCE_ENDURANCE_BYTES / 1e12:,.0f} TB may take"
-        )
+        rating = f"what a drive rated for {REFERENCE_ENDURANCE_BYTES / 1e12:,.0f} TB may take"
+        if self.endurance_share is not None:
+            wear, rating = self.endurance_share, "the drives' rated endurance"
+        lines.append(f"wear     {format_bytes(written)} written in all, {_percent(wear)} of {rating}")
+        if self.seconds_per_step is None:
+            lines.append("time     not known: `lohan profile --out machine.yaml`, then machine: machine.yaml")
+        else:
+            lines.append(
+                f"time     {self.seconds_per_step:.3g} s per step, {clock(self.seconds_per_step * self.steps)} in all; "
+                f"the limit is {self.bottleneck}"
+            )
         return lines
 
 
@@ -111,6 +141,7 @@ def preview(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     commit_every, clip, strategy = asked.pop("commit_every"), asked.pop("clip"), asked.pop("strategy")
     trust = asked.pop("trust_remote_code")
+    machine: MachineProfile | None = asked.pop("machine")
     settings = Settings(**asked)
     versions = num_versions(settings, clip=clip, commit_every=commit_every)
     with ExitStack() as owned:
@@ -125,7 +156,7 @@ def preview(
         )  # fmt: skip
         planning = Planning(
             model=built.module, units=built.units, layouts=built.layouts, device=opened, settings=settings,
-            wishes=wishes, host_bytes=host_bytes, machine=None, head_chunks=None,
+            wishes=wishes, host_bytes=host_bytes, machine=machine, head_chunks=None,
         )  # fmt: skip
         shapes = largest_batches(data, total_steps)
         planned = planning.plan(shapes)
@@ -142,41 +173,53 @@ def preview(
     if clip == "auto" and planned.plan.clip == "speculative":  # steps that clip will change it
         plans.append(replace(planned.plan, clip="deferred"))
     read, written = max((step_traffic(planned.size, plan, micro_batches=len(shapes)) for plan in plans), key=sum)
-    return _told(
-        planned, built.units.params, shapes, space=space, free=free, read=read, written=written,
-        steps=total_steps - (done_steps or 0), new=done_steps is None,
-    )  # fmt: skip
-
-
-def _told(
-    planned: Planned,
-    params: Sequence[Any],
-    shapes: Sequence[dict[str, torch.Tensor]],
-    *,
-    space: int,
-    free: int,
-    read: int,
-    written: int,
-    steps: int,
-    new: bool,
-) -> Preview:
-    plan, budget = planned.plan, planned.budget
-    return Preview(
-        num_parameters=sum(param.num_elements for param in params),
+    plan, budget, steps = planned.plan, planned.budget, total_steps - (done_steps or 0)
+    told = Preview(
+        num_parameters=sum(param.num_elements for param in built.units.params),
         steps=steps,
         tokens_per_step=sum(int(shape["labels"].numel()) for shape in shapes),
         host_bytes=budget.total,
         staging_bytes=staging_bytes(planned.size, plan),
         compute_bytes=budget.compute,
         device_bytes=None if planned.needs is None else planned.needs.total_bytes,
-        resident_units=len(plan.resident_state),
+        resident_units=sum(planned.size.units[unit].weights_bytes > 0 for unit in plan.resident_weights),
         num_units=len(planned.size.units),
         ssd_bytes=space,
         free_bytes=free,
         read_bytes_per_step=read,
         write_bytes_per_step=written,
-        new=new,
+        new=done_steps is None,
     )
+    return told if machine is None else _with_time(told, planned, machine, len(shapes))
+
+
+def _with_time(told: Preview, planned: Planned, machine: MachineProfile, micro_batches: int) -> Preview:
+    timeline = simulate_steps(coarse(planned.size), planned.plan, machine, micro_batches=micro_batches, steps=3)
+    seconds = timeline.seconds_per_step
+    costs = costs_of(
+        machine, seconds_per_step=seconds, tokens_per_step=told.tokens_per_step, steps=told.steps,
+        written_bytes=told.write_bytes_per_step,
+    )  # fmt: skip
+    return replace(
+        told, seconds_per_step=seconds, bottleneck=_LIMITS.get(timeline.bottleneck, timeline.bottleneck),
+        endurance_share=costs.endurance_share,
+    )  # fmt: skip
+
+
+def coarse(size: ModelSize) -> ModelSize:
+    """Units of many pieces in at most MAX_PIECES, for the simulator: 70B has 70,000 of them."""
+
+    def fewer(values: tuple[int, ...]) -> tuple[int, ...]:
+        bounds = [len(values) * part // MAX_PIECES for part in range(MAX_PIECES + 1)]
+        return tuple(sum(values[low:high]) for low, high in pairwise(bounds))
+
+    units = [
+        replace(unit, piece_weights_bytes=fewer(unit.piece_weights_bytes), state_bytes=fewer(unit.state_bytes))
+        if len(unit.state_bytes) > MAX_PIECES
+        else unit
+        for unit in size.units
+    ]
+    return replace(size, units=tuple(units))
 
 
 def largest_batches(data: Splits, total_steps: int) -> list[dict[str, torch.Tensor]]:
@@ -213,8 +256,8 @@ def step_traffic(size: ModelSize, plan: Plan, *, micro_batches: int) -> tuple[in
         ops = list(scheduler.step(step, commit=True, micro_batches=micro_batches))
         if plan.clip == "speculative":
             ops += scheduler.settle(step, redo=False, skip=False)
-    moved = {lane: sum(op.num_bytes for op in ops if op.lane == lane) for lane in ("ssd_read", "ssd_write")}
-    return moved["ssd_read"], moved["ssd_write"]
+    read = sum(op.num_bytes for op in ops if op.lane in ("ssd_read", "swap_in"))
+    return read, sum(op.num_bytes for op in ops if op.lane in ("ssd_write", "swap_out"))
 
 
 def _free_bytes(directories: Sequence[Path]) -> int:

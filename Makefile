@@ -9,13 +9,14 @@ ifeq ($(wildcard $(BIN)/lohan),)
 $(STAMP): again
 endif
 
-.PHONY: help setup first-run test clean again
+.PHONY: help setup first-run test docs clean again
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make first-run   set up and run lohan on its built-in example"
 	@echo "make test        set up, then ruff, mypy and the whole test suite"
 	@echo "make setup       only prepare .venv"
+	@echo "make docs        write docs/api.md again from the docstrings"
 	@echo "make clean       remove .venv and caches"
 
 setup: $(STAMP)
@@ -44,6 +45,9 @@ test: setup
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+docs: setup
+	@$(BIN)/python docs/api.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

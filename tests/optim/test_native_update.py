@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lohan.optim import SGD, Adam, AdamW, Updater, get_format
+from lohan.optim import SGD, Adam, AdamW, GradNorm, Updater, get_format
 from lohan.optim.formats import ArraySpec, StateFormat
-from lohan.optim.native import Numbers, build, find
+from lohan.optim.native import Numbers, build, find, find_norm, norm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STORED = [
@@ -234,6 +234,52 @@ def test_rules_and_formats_it_does_not_know_are_left_to_torch():
         assert Updater(optimizer, state_format, BF16).path.startswith("torch: ")
 
 
+# -- the norm ---------------------------------------------------------------------------------------------
+
+
+def norm_by_torch(grad):
+    return torch.linalg.vector_norm(grad.to(FP32), 2.0)
+
+
+@needs_native
+@settings(max_examples=150, deadline=None)
+@given(
+    dtype=st.sampled_from([BF16, FP16]),
+    num=st.one_of(st.integers(1024, 3000), st.integers(1024, 200_000)),
+    power=st.integers(-80, 60),
+    special=st.sampled_from([0.0, 0.0, 0.001]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_the_norm_of_a_gradient_is_torchs_to_the_bit(dtype, num, power, special, seed):
+    generator = torch.Generator().manual_seed(seed)
+    grad = drawn(num, generator, power=power, spread=8, special=special).to(dtype)
+    found, wanted = find_norm(grad, norm_by_torch), norm_by_torch(grad)
+    assert found is not None
+    assert same_bits(found.view(1), wanted.view(1))
+    assert same_bits(GradNorm.tensor_norm(grad).view(1), wanted.view(1))
+
+
+@needs_native
+def test_norms_it_is_not_made_for_are_left_to_torch(monkeypatch):
+    grad = torch.ones(4096, dtype=BF16)
+    assert find_norm(grad, norm_by_torch) == 64
+    nan = torch.full((4096,), float("nan"), dtype=BF16)
+    for other in (nan, grad[:1000], grad[::2], grad.float()):
+        assert find_norm(other, norm_by_torch) is None
+        torch.testing.assert_close(GradNorm.tensor_norm(other), norm_by_torch(other), rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setenv("LOHAN_NATIVE", "0")
+    assert find_norm(grad, norm_by_torch) is None
+
+
+@needs_native
+def test_a_norm_of_other_bits_is_refused(new_cache, tmp_path, monkeypatch):
+    other, old = tmp_path / "other.c", "sum += sums[k]"
+    assert old in build.SOURCE.read_text()
+    other.write_text(build.SOURCE.read_text().replace(old, "sum += sums[lanes - 1 - k]"))
+    monkeypatch.setattr(build, "SOURCE", other)
+    assert find_norm(torch.ones(4096, dtype=FP16), norm_by_torch) is None
+
+
 # -- where there is no kernel -----------------------------------------------------------------------------
 
 
@@ -242,8 +288,10 @@ def new_cache(tmp_path, monkeypatch):
     """An empty cache of one's own, looked at afresh."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     find.forget()
+    norm.forget()
     yield tmp_path / "cache" / "lohan" / "native"
     find.forget()
+    norm.forget()
 
 
 def path_now() -> str:

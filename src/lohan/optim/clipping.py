@@ -10,16 +10,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lohan.optim.native import find_norm
+
+
+def _norm_by_torch(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad.detach().to(torch.float32), 2.0)
+    return norm
+
 
 class GradNorm:
     """The three steps of clip_grad_norm_ before it multiplies. Nothing is kept between calls."""
 
     @staticmethod
     def tensor_norm(grad: Tensor) -> Tensor:
-        """2-norm of one whole gradient as a 0-dim f32 tensor. A 16-bit gradient is widened first, in a copy that
-        takes 4 bytes per element for the time of the call."""
-        norm: Tensor = torch.linalg.vector_norm(grad.detach().to(torch.float32), 2.0)
-        return norm
+        """2-norm of one whole gradient as a 0-dim f32 tensor. A 16-bit gradient is widened first: in registers by
+        lohan.optim.native, or without that in a copy that takes 4 bytes per element for the time of the call."""
+        norm = find_norm(grad, _norm_by_torch)
+        return _norm_by_torch(grad) if norm is None else norm
 
     @staticmethod
     def total_norm(norms: list[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from lohan.optim.rounding import round_to_wire, split_master
 SWITCH = "LOHAN_NATIVE"
 """With 0 for this in the environment, torch does every update."""
 
-_LANES = (8, 16, 4)
+LANES = (8, 16, 4)
 """How many floats torch's vector loop may take at a time: with AVX2, AVX-512, NEON. The test finds out which."""
 
 _found: dict[object, Kernel | str] = {}
@@ -43,7 +43,7 @@ class ByTorch(Protocol):
 
 def find_kernel(optimizer: Optimizer, state_format: StateFormat, wire_dtype: torch.dtype, by_torch: ByTorch) -> Kernel:
     """A kernel that gives the bits of `by_torch`. Raises Unavailable."""
-    if os.environ.get(SWITCH) == "0":
+    if is_switched_off():
         raise Unavailable(f"{SWITCH} is 0")
     specs = state_format.arrays(optimizer.moments, wire_dtype)
     if not _is_known(optimizer, state_format, specs):
@@ -53,13 +53,17 @@ def find_kernel(optimizer: Optimizer, state_format: StateFormat, wire_dtype: tor
     with _lock:  # one thread compiles and tests, the others wait for what it finds
         if key not in _found:
             try:
-                _found[key] = _tested(_load(), optimizer, specs, wire_dtype, by_torch)
+                _found[key] = _tested(load(), optimizer, specs, wire_dtype, by_torch)
             except Unavailable as reason:
                 _found[key] = str(reason)
         found = _found[key]
     if isinstance(found, str):
         raise Unavailable(found)
     return found
+
+
+def is_switched_off() -> bool:
+    return os.environ.get(SWITCH) == "0"
 
 
 def forget() -> None:
@@ -78,12 +82,15 @@ def _is_known(optimizer: Optimizer, state_format: StateFormat, specs: tuple[Arra
     )
 
 
-def _load() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
+    """The library, compiled if need be. Raises Unavailable."""
     path = build()
     try:
         library = ctypes.CDLL(str(path))
         library.lohan_update.argtypes = (ctypes.POINTER(Update), ctypes.c_int32, ctypes.POINTER(ctypes.c_int64))
         library.lohan_update.restype = ctypes.c_int32
+        library.lohan_norm.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
+        library.lohan_norm.restype = ctypes.c_float
     except (OSError, AttributeError) as error:
         raise Unavailable(f"it could not be loaded: {error}") from error
     return library
@@ -121,7 +128,7 @@ def _tested(
         done = case.copy()
         by_torch(*done.tensors, (0, done.wire.numel()), done.numbers)
         expected.append(done.bits())
-    for lanes in _LANES:
+    for lanes in LANES:
         kernel = Kernel(library, optimizer, lanes)
         if all(
             _by_kernel(kernel, case.copy(), by_torch) == wanted for case, wanted in zip(cases, expected, strict=True)

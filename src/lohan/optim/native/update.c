@@ -1,11 +1,11 @@
-/* Adam and AdamW on stored state in one pass over memory, with the bits of torch's fused CPU kernel.
+/* Adam and AdamW on stored state, and the norm of a gradient, in one pass over memory, with the bits of torch.
  *
- * A tile of each array is widened to f32 in L1, updated, and stored again. The arithmetic is that of torch 2.13's
- * AVX2 build, read from its machine code: a multiplication and an addition are fused exactly where fmaf stands here,
- * so this file must be compiled with -ffp-contract=off. torch's vector loop and its scalar loop for the last
- * num % lanes elements differ in exp_avg_sq, and in the sign of zero in exp_avg. Which NaN an operation gives depends on the order of operands a
- * compiler chose, so no NaN is ever stored: a share that would make one stops before that tile, and the caller lets
- * torch do the rest of it. Nothing is kept between calls; safe from any thread.
+ * A tile of each array is widened to f32 in L1, updated, and stored again. The arithmetic is that of the fused CPU
+ * kernel in torch 2.13, read from its machine code: a multiplication and an addition are fused exactly where fmaf
+ * stands here, so this file must be compiled with -ffp-contract=off. torch's vector loop and its scalar loop for the
+ * last num % lanes elements differ in exp_avg_sq, and in the sign of zero in exp_avg. Which NaN an operation gives
+ * depends on the order of operands a compiler chose, so no NaN is ever stored: a share that would make one stops
+ * before that tile, and the caller lets torch do the rest of it. Nothing is kept between calls; safe from any thread.
  */
 #include <math.h>
 #include <pthread.h>
@@ -280,4 +280,36 @@ int32_t lohan_update(const struct update *u, int32_t num_threads, int64_t *undon
         }
     }
     return count;
+}
+
+/* -- the norm of a gradient, bf16 or fp16 -- */
+
+static inline void add_squares(const float *restrict values, int num, int lanes, float *restrict sums) {
+    for (int i = 0; i < num; i += lanes)
+        for (int k = 0; k < lanes; k++) sums[k] += values[i + k] * values[i + k];
+}
+
+static inline __attribute__((always_inline)) float norm(const void *grad, int64_t num, int dtype, int lanes) {
+    float sums[16] = {0}, values[TILE] = {0};
+    int64_t i = 0;
+    for (; i + TILE <= num; i += TILE) {
+        widen(at(grad, i * 2), dtype, values);
+        add_squares(values, TILE, lanes, sums);
+    }
+    int rest = (int)(num - i), whole = rest - rest % lanes;
+    char last[2 * TILE] = {0};
+    memcpy(last, at(grad, i * 2), (size_t)(rest * 2));
+    widen(last, dtype, values);
+    add_squares(values, whole, lanes, sums);
+    float sum = 0;
+    for (int k = 0; k < lanes; k++) sum += sums[k];
+    for (int k = whole; k < rest; k++) sum += values[k] * values[k];
+    return sqrtf(sum);
+}
+
+/* The 2-norm as torch finds it for an f32 copy: one sum for each lane from first to last, in one thread. */
+float lohan_norm(const void *grad, int64_t num, int32_t dtype, int32_t lanes) {
+    if (lanes == 8) return dtype == BF16 ? norm(grad, num, BF16, 8) : norm(grad, num, FP16, 8);
+    if (lanes == 16) return dtype == BF16 ? norm(grad, num, BF16, 16) : norm(grad, num, FP16, 16);
+    return dtype == BF16 ? norm(grad, num, BF16, 4) : norm(grad, num, FP16, 4);
 }

@@ -1,17 +1,19 @@
-"""How close does the chunked update on stored state come to torch's fused AdamW on whole fp32 tensors?
+"""How close does the update of stored state come to torch's fused AdamW on whole fp32 tensors, and to memory?
 
     python benchmarks/update_rate.py
 
-64 million parameters, bf16 wire and gradients, AdamW, every state format, with one thread and with two. Each format
-and the fused optimizer take turns; a format's ratio is the median over rounds of its rate over the fused rate of the
-same round. Prints parameters per second with the spread; the last line of output is JSON, the ratios with one thread.
-`--blocks` compares block sizes.
+64 million parameters, bf16 wire and gradients, AdamW, every state format, by the native kernel and by torch operators,
+with one thread and with all. All take turns with the fused optimizer; a ratio is the median over rounds of a rate over
+the fused rate of the same round. The limit is what memory allows: the faster of two in-place passes of torch in bytes
+per second, over the bytes an update reads and writes per parameter. Prints parameters per second with the spread; the
+last line of output is JSON, the ratios. `--blocks` compares block sizes of the torch operators.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -26,6 +28,9 @@ from lohan.optim.update import BLOCK_ELEMENTS
 
 LR, WEIGHT_DECAY = 1e-4, 0.1
 
+MOVED_BYTES = {"fused": 28, "fp32": 28, "split": 26, "bf16-moments": 18}
+"""Read and written per parameter, gradient included, with bf16 wire and gradients."""
+
 
 def fused_work(num: int) -> Callable[[], None]:
     """The yardstick: parameter, gradient and moments all f32, one call for the whole tensor."""
@@ -39,8 +44,15 @@ def fused_work(num: int) -> Callable[[], None]:
     return work
 
 
-def format_work(name: str, num: int, block_elements: int, multipliers: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+def format_work(
+    name: str, num: int, block_elements: int, multipliers: tuple[torch.Tensor, ...], *, native: bool
+) -> Callable[[], None] | None:
+    """None where there is no native kernel and one is asked for."""
+    os.environ["LOHAN_NATIVE"] = "1" if native else "0"
     updater = Updater(AdamW(), get_format(name), torch.bfloat16, block_elements=block_elements)
+    if (updater.path == "native") != native:
+        print(f"no native kernel for {name}: {updater.path}")
+        return None
     wire = torch.empty(num, dtype=torch.bfloat16)
     state = torch.empty(updater.state_bytes(num), dtype=torch.uint8)
     updater.initialise(torch.randn(num) * 0.02, wire, state)
@@ -53,6 +65,24 @@ def format_work(name: str, num: int, block_elements: int, multipliers: tuple[tor
         updater.update(wire, state, grad, step=step, lr=LR, weight_decay=WEIGHT_DECAY, grad_multipliers=multipliers)
 
     return work
+
+
+def memory_works(num: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Passes in place that do next to nothing, and the bytes each moves."""
+    a, b = torch.ones(num), torch.ones(num)
+    return {"scale": (lambda: a.mul_(1.0), 8 * num), "add": (lambda: torch.add(a, b, out=a), 12 * num)}
+
+
+def memory_rate(num: int, rounds: int) -> float:
+    """Bytes per second, the best of all passes."""
+    best = 0.0
+    for work, moved in memory_works(num).values():
+        work()
+        for _ in range(rounds):
+            started = time.perf_counter()
+            work()
+            best = max(best, moved / (time.perf_counter() - started))
+    return best
 
 
 def measure(works: dict[str, Callable[[], None]], num: int, rounds: int) -> dict[str, list[float]]:
@@ -84,37 +114,43 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parameters", type=int, default=64_000_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
     parser.add_argument("--blocks", type=int, nargs="+", default=[BLOCK_ELEMENTS], help="elements")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--clip", action="store_true", help="multiply gradients by a clip coefficient")
     options = parser.parse_args()
 
     print(
-        f"{cpu_name()}, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()}), {options.rounds} rounds"
+        f"{cpu_name()}, torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()}), "
+        f"{options.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
     )
     print(f"{options.parameters:,} parameters, bf16 wire and gradients, clip {'on' if options.clip else 'off'}\n")
-    print("| threads | what | block | 1e6 parameters/s | spread | ratio to fused |")
-    print("|---|---|---|---|---|---|")
+    print("| threads | what | by | 1e6 parameters/s | spread | ratio to fused | limit of memory, 1e6/s |")
+    print("|---|---|---|---|---|---|---|")
     multipliers = (torch.tensor(0.5),) if options.clip else ()
     result: dict[str, float] = {}
     for threads in options.threads:
         torch.set_num_threads(threads)
+        memory = memory_rate(options.parameters, options.rounds)
         for block in options.blocks:
             works = {"fused": fused_work(options.parameters)}
             for name in options.formats:
-                works[name] = format_work(name, options.parameters, block, multipliers)
+                for native in (True, False):
+                    work = format_work(name, options.parameters, block, multipliers, native=native)
+                    if work is not None:
+                        works[f"{name} {'native' if native else f'torch, blocks of {block}'}"] = work
             rates = measure(works, options.parameters, options.rounds)
-            for name, seen in rates.items():
+            for what, seen in rates.items():
+                name, _, by = what.partition(" ")
                 print(
-                    f"| {threads} | {name} | {'whole' if name == 'fused' else block} | "
-                    f"{statistics.median(seen) / 1e6:.0f} | {min(seen) / 1e6:.0f}-{max(seen) / 1e6:.0f} | "
-                    f"{ratio(rates, name):.2f} |",
+                    f"| {threads} | {name} | {by or 'torch'} | {statistics.median(seen) / 1e6:.0f} | "
+                    f"{min(seen) / 1e6:.0f}-{max(seen) / 1e6:.0f} | {ratio(rates, what):.2f} | "
+                    f"{memory / MOVED_BYTES[name] / 1e6:.0f} |",
                     flush=True,
                 )
-                suffix = "" if threads == options.threads[0] else f"_{threads}_threads"
                 if name != "fused":
-                    result[f"{name.replace('-', '_')}_ratio{suffix}"] = round(ratio(rates, name), 3)
+                    key = f"{name.replace('-', '_')}_{by.partition(',')[0]}_ratio"
+                    result[f"{key}_{threads}_threads" if threads > 1 else key] = round(ratio(rates, what), 3)
     print(json.dumps(result))
 
 

@@ -77,7 +77,7 @@ def test_every_step_writes_what_its_lanes_and_drives_did(device: str, tmp_path: 
     forwards = [span for span in tracks["gpu"] if span["cat"] == "forward"]
     names = [span["name"] for span in forwards]
     assert list(dict.fromkeys(names)) == [f"forward {unit}" for unit in range(6)]  # each for all micro-batches
-    assert len(set(names.count(name) for name in names)) == 1
+    assert len({names.count(name) for name in names}) == 1
     everything = checked(json.loads((tmp_path / "all.json").read_text()))
     assert [span["name"] for span in everything["step"]] == ["step 1", "step 2", "step 3"]
 

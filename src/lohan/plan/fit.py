@@ -167,7 +167,8 @@ def with_activations(model: ModelSize, plan: Plan, asked: Activations, micro_bat
     if asked.host_bytes is not None:
         waiting = asked.host_bytes
     elif waiting:
-        waiting = waiting * micro_batches + (waiting * micro_batches >> 5) + (1 << 20)  # for what blocks pass on besides
+        # A little more, for what blocks pass on besides their hidden states.
+        waiting = waiting * micro_batches + (waiting * micro_batches >> 5) + (1 << 20)
     return replace(
         plan,
         transit_bytes=transit,

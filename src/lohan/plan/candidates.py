@@ -19,17 +19,22 @@ from lohan.plan.head import head_chunks_for
 from lohan.plan.memory import Budgets, device_use, heap_bytes, host_budget_of, ssd_use
 from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.stage_work import Moved, moved_by, weights_work
-from lohan.plan.staging import Short, Staging
+from lohan.plan.staging import Order, Short, Staging
 from lohan.profiles import MachineProfile, ModelProfile
 
 LEFT_EIGHTHS = (0, 1, 2, 3, 4)
 """Of the blocks' updates, what may be left for the next forward. More than half only moves the wait."""
+
+ORDERS = (Order(), Order(weights_first=False))
 
 HOST_SHARES = (1.0, 0.5, 0.0)
 """Of the RAM beside the slabs, what activations may take."""
 
 _POINTS = 24
 """Amounts of kept operators that are looked at along the order of benefit."""
+
+_AMOUNTS = 3
+"""Of those, how many are tried for each combination in a thorough search."""
 
 _LOGITS_SHARE = 8
 """The head is computed in chunks when its logits would take more than this part of memory; as engine/planning.py."""
@@ -66,7 +71,10 @@ class _Sketch(NamedTuple):
     rank: float
     left: Plan
     share: float
-    weights_first: bool
+    order: Order
+    on_device: bool
+    """Whether activations may stay there."""
+
     kept: int
     """How far along the order of benefit."""
 
@@ -99,37 +107,45 @@ class Finder:
         self._least = start if isinstance(start, Plan) else Plan()
         self._blocks = [u for u, unit in enumerate(case.model.units) if unit.kind == "block" and unit.trained_pieces]
         self._along: dict[Room, list[_Amount]] = {}
+        self._device_room = self._left_on_device() if self.short is None else 0
 
-    def best(self, limit: int) -> list[Candidate]:
-        """At most `limit` plans, the most promising first; at least one if anything fits."""
+    def best(self, limit: int, *, thorough: bool = False) -> list[Candidate]:
+        """At most `limit` plans, the most promising first; at least one if anything fits.
+
+        Thorough: also with activations kept off the device although it has room, and with several amounts of them.
+        """
         if self.short is not None:
             return []
         drives = bool(self.case.machine.drives)
+        orders = (*ORDERS, *(replace(order, few_slabs=True) for order in ORDERS)) if thorough else ORDERS
         sketches = [
             sketch
-            for left in self._lefts()
+            for left in self._lefts(thorough)
             for share in (HOST_SHARES if drives else (1.0,))
-            for weights_first in ((True, False) if drives else (True,))
-            for sketch in self._sketches(left, share, weights_first)
+            for order in (orders if drives else orders[:1])
+            for on_device in ((True, False) if thorough and self._device_room else (True,))
+            for sketch in self._sketches(left, share, order, on_device, _AMOUNTS if thorough else 3)
         ]
         found: dict[Plan, Candidate] = {}
-        done: set[tuple[frozenset[int], float, bool]] = set()
+        done: set[tuple[object, ...]] = set()
         of_left: Counter[frozenset[int]] = Counter()
         # The closed form cannot tell some from others that are 10 % slower: no number of left updates takes all places.
         for most in (max(1, limit // 3), limit):
             for sketch in sorted(sketches, key=lambda one: one.rank):  # stable: what was tried first goes first
                 left = sketch.left.left_units
-                combination = (left, sketch.share, sketch.weights_first)
+                combination = (left, sketch.share, sketch.order, sketch.on_device, thorough and sketch.kept)
                 if combination in done or of_left[left] >= most or len(found) >= limit:
                     continue
-                made = self._finish(sketch.left, sketch.amount.activations, sketch.weights_first)
+                made = self._finish(sketch.left, sketch.amount.activations, sketch.order)
                 if isinstance(made, Plan):
                     done.add(combination)
                     of_left[left] += 1
                     found.setdefault(made, self._candidate(made, sketch))
         if not found:  # nothing but the least may fit
-            sketch = _Sketch(0.0, self._least, 1.0, True, 0, self._amount(Activations(inputs=self._least.inputs)))
-            made = self._finish(self._least, sketch.amount.activations, True)
+            sketch = _Sketch(
+                0.0, self._least, 1.0, Order(), True, 0, self._amount(Activations(inputs=self._least.inputs))
+            )
+            made = self._finish(self._least, sketch.amount.activations, Order())
             if isinstance(made, Short):
                 self.short = made
             else:
@@ -139,21 +155,23 @@ class Finder:
     def beside(self, one: Candidate, by: int) -> Candidate | None:
         """The same with more or fewer operators kept."""
         at = one.sketch.kept + by
-        along = self._amounts(self._given(one.sketch.left, one.sketch.share))
+        along = self._amounts(self._given(one.sketch.left, one.sketch.share), one.sketch.on_device)
         if not 0 <= at < len(along):
             return None
         sketch = one.sketch._replace(kept=at, amount=along[at])
-        made = self._finish(sketch.left, sketch.amount.activations, sketch.weights_first)
+        made = self._finish(sketch.left, sketch.amount.activations, sketch.order)
         return self._candidate(made, sketch) if isinstance(made, Plan) else None
 
     # -- along one combination ------------------------------------------------------------------------
 
-    def _lefts(self) -> list[Plan]:
+    def _lefts(self, thorough: bool) -> list[Plan]:
         """With none and with more and more updates left for the next forward."""
         case = self.case
         if case.clip == "deferred" or case.strategy != "lohan" or not case.machine.drives:
             return [self._least]
         counts = dict.fromkeys(len(self._blocks) * eighths // 8 for eighths in LEFT_EIGHTHS)
+        if thorough and len(self._blocks) <= 8:
+            counts = dict.fromkeys(range(len(self._blocks) + 1))
         return [replace(self._least, left_units=_evenly(self._blocks, count)) for count in counts]
 
     def _given(self, left: Plan, share: float) -> int:
@@ -177,21 +195,21 @@ class Finder:
         inputs = tuple("ssd" if unit.kind == "block" else "device" for unit in self.case.model.units)
         return replace(plan, inputs=inputs, kept=(), host_bytes=0, transit_slabs=0, transit_bytes=0)
 
-    def _sketches(self, left: Plan, share: float, weights_first: bool) -> list[_Sketch]:
-        """The three best amounts of activations, by the closed form."""
+    def _sketches(self, left: Plan, share: float, order: Order, on_device: bool, count: int) -> list[_Sketch]:
+        """The best amounts of activations, by the closed form."""
         machine = self.case.machine
         given = self._given(left, share)
         bare = replace(self._bare(left), host_bytes=given)
-        reserved = self._staging.fit(bare, self._free(bare), weights_first=weights_first)
+        reserved = self._staging.fit(bare, self._free(bare), order)
         if isinstance(reserved, Short):
             return []
         base = weights_work(self.case.model, reserved, 1 / self.case.commit_every)
         made = []
-        for at, amount in enumerate(self._amounts(given)):
+        for at, amount in enumerate(self._amounts(given, on_device)):
             work = base.with_activations(amount.moved, machine.gpus)
             rank = work.staged(machine) + work.flowing(machine)
-            made.append(_Sketch(rank, left, share, weights_first, at, amount))
-        return sorted(made, key=lambda one: one.rank)[:3]
+            made.append(_Sketch(rank, left, share, order, on_device, at, amount))
+        return sorted(made, key=lambda one: one.rank)[:count]
 
     def _candidate(self, plan: Plan, sketch: _Sketch) -> Candidate:
         case = self.case
@@ -199,9 +217,10 @@ class Finder:
         work = work.with_activations(moved_by(case.model, plan, case.micro_batches), case.machine.gpus)
         return Candidate(plan, work.staged(case.machine), work.flowing(case.machine), sketch)
 
-    def _amounts(self, host: int) -> list[_Amount]:
+    def _amounts(self, host: int, on_device: bool) -> list[_Amount]:
         case = self.case
-        room = Room(device=self._device_room(), host=host // case.machine.gpus, ssd=self._ssd_room())
+        device = self._device_room if on_device else 0
+        room = Room(device=device, host=host // case.machine.gpus, ssd=self._ssd_room())
         if not case.machine.separate_memory:
             slack = host_budget_of(case.profile, self._least, 0).slack
             room = Room(device=int(host / slack), host=0, ssd=self._ssd_room())
@@ -218,10 +237,10 @@ class Finder:
         plan = replace(self._least, inputs=activations.inputs, kept=activations.kept)
         return _Amount(activations, moved_by(self.case.model, plan, self.case.micro_batches))
 
-    def _finish(self, plan: Plan, activations: Activations, weights_first: bool) -> Plan | Short:
+    def _finish(self, plan: Plan, activations: Activations, order: Order) -> Plan | Short:
         """RAM spent, every budget checked."""
         placed = self._place(plan, activations)
-        made: Plan | Short = self._staging.fit(placed, self._free(placed), weights_first=weights_first)
+        made: Plan | Short = self._staging.fit(placed, self._free(placed), order)
         return made if isinstance(made, Short) else self._misfit(made) or made
 
     # -- budgets --------------------------------------------------------------------------------------
@@ -285,7 +304,7 @@ class Finder:
         devices = self.case.machine.gpus
         return replace(plan, host_bytes=plan.host_bytes * devices, transit_slabs=plan.transit_slabs * devices)
 
-    def _device_room(self) -> int:
+    def _left_on_device(self) -> int:
         """Left on the device when everything that can be is in transit."""
         case = self.case
         if not case.machine.separate_memory:

@@ -42,7 +42,7 @@ _DETAILED = 400
 _MAX_PIECES = 4
 """Of a unit's state, as simulated. 8 changes the step of 13B and of 175B by less than half a percent."""
 
-_MANY, _FEW, _QUICK = 18, 6, 3
+_MANY, _FEW, _QUICK = 60, 6, 3
 """Candidates simulated: of a model that is simulated in detail, of a larger one, and while tokens are chosen."""
 
 _DEEP = 60
@@ -262,7 +262,8 @@ class _Search:
         finders = [Finder(case) for case in cases]
         limit = _QUICK if quick else _MANY if self._detailed(cases[0]) else _FEW
         limit = limit * 2 // 3 if len(cases[0].model.units) > _DEEP else limit
-        candidates = [(finder, one) for finder in finders for one in finder.best(limit)]
+        thorough = limit == _MANY
+        candidates = [(finder, one) for finder in finders for one in finder.best(limit, thorough=thorough)]
         best: _Found | None = None
         for finder, candidate in sorted(candidates, key=lambda pair: pair[1].rank)[:limit]:
             best = self._better(finder, candidate, best)

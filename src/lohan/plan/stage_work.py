@@ -34,10 +34,10 @@ class StepWork:
     backward: Work
 
     def staged(self, machine: MachineProfile) -> float:
-        return stage_seconds(self.forward, machine) + stage_seconds(self.backward, machine)
+        return _seconds(self.forward, machine) + _seconds(self.backward, machine)
 
     def flowing(self, machine: MachineProfile) -> float:
-        return stage_seconds(self.together, machine)
+        return _seconds(self.together, machine)
 
     @property
     def together(self) -> Work:
@@ -76,21 +76,27 @@ def moved_by(model: ModelSize, plan: Plan, micro_batches: int) -> Moved:
         kept = plan.kept[number] if number < len(plan.kept) else ()
         key = (id(unit), plan.input_tier(number), kept)
         if key not in known:
-            known[key] = _of_unit(unit, plan.input_tier(number), kept, micro_batches, plan.separate_memory)
+            known[key] = _of_unit(unit, plan.input_tier(number), kept, micro_batches)
         one = known[key]
         away, ssd, again = away + one.away_bytes, ssd + one.ssd_bytes, again + one.again_flops
     return Moved(away, ssd, again)
 
 
-def _of_unit(
-    unit: UnitSize, input_tier: str, kept: tuple[tuple[int, str], ...], micro_batches: int, separate: bool
-) -> Moved:
+def _of_unit(unit: UnitSize, input_tier: str, kept: tuple[tuple[int, str], ...], micro_batches: int) -> Moved:
     sizes = [(unit.input_bytes, input_tier)]
     sizes += [(unit.operators[op].output_bytes, tier) for op, tier in kept if op < len(unit.operators)]
     ssd = sum(size for size, tier in sizes if tier == "ssd") * micro_batches
-    away = sum(size for size, tier in sizes if tier != "device") * micro_batches if separate else 0
+    away = sum(size for size, tier in sizes if tier != "device") * micro_batches
     again = recompute_flops(unit.operators, dict(kept)) * micro_batches if unit.operators else unit.forward_flops
     return Moved(away, ssd, again)
+
+
+def _seconds(work: Work, machine: MachineProfile) -> float:
+    """stage_seconds, and on `cpu` the copies of activations that leave the heap."""
+    seconds = stage_seconds(work, machine)
+    if machine.separate_memory:
+        return seconds
+    return max(seconds, work.to_gpu / machine.to_gpu_bytes_per_second, work.to_host / machine.to_host_bytes_per_second)
 
 
 def weights_work(model: ModelSize, plan: Plan, commits: float = 1.0) -> StepWork:

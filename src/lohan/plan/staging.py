@@ -15,6 +15,17 @@ from lohan.plan.plan import ModelSize, Plan
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """In which order RAM is spent."""
+
+    weights_first: bool = True
+    """All weights stay before any state does; else whole units."""
+
+    few_slabs: bool = False
+    """No more slabs for state than needed, so that more stays."""
+
+
+@dataclass(frozen=True, slots=True)
 class Short:
     """A budget that does not suffice."""
 
@@ -85,7 +96,7 @@ class Staging:
             plan, weights_slabs=5, state_slabs=max(8, 2 * self.pieces), gradient_slabs=plan.gradient_slabs + 1
         )
 
-    def fit(self, plan: Plan, free: int, *, weights_first: bool) -> Plan | Short:
+    def fit(self, plan: Plan, free: int, order: Order) -> Plan | Short:
         """The plan with slabs and units that stay, within `free` bytes of RAM."""
         plan = self.least(plan)
         everything = self.resident(plan)
@@ -104,9 +115,9 @@ class Staging:
             {"state_slabs": max(8, 2 * self.pieces)},
         ):
             candidate = replace(plan, **better)  # type: ignore[arg-type]
-            if self.total(candidate) <= free:
+            if self.total(candidate) <= free and not (order.few_slabs and "state_slabs" in better):
                 plan = candidate
-        return self._stay(plan, free, weights_first)
+        return self._stay(plan, free, order.weights_first)
 
     def _in_ram(self, plan: Plan) -> Plan:
         """With held gradients in RAM, if any are held."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import string
 import tempfile
 import time
@@ -68,7 +67,9 @@ def make_tokenizer() -> Any:
 
 
 def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss: what a parent had resident before exec counts into it.
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def measure(directory: Path, num_examples: int, chars: int, tokenizer_folder: str | None) -> dict[str, float]:

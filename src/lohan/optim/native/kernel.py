@@ -14,7 +14,7 @@ from lohan.optim.optimizers import Adam
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """What weights, moments and gradients may be, and how update.c calls them."""
 
-_MAX_THREADS = 256
+_MAX_SHARES = 256
 _MAX_STEP = 1 << 24
 """torch counts steps in f32, which stops there."""
 
@@ -95,6 +95,6 @@ class Kernel:
             decoupled=self._optimizer.decoupled_weight_decay,
             lanes=self._lanes,
         )
-        undone = (ctypes.c_int64 * (2 * _MAX_THREADS))()
+        undone = (ctypes.c_int64 * (2 * _MAX_SHARES))()
         count = self._call(ctypes.byref(update), num_threads or torch.get_num_threads(), undone)
         return [(undone[2 * index], undone[2 * index + 1]) for index in range(count)]

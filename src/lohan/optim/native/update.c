@@ -24,8 +24,8 @@
 #error "no FMA: torch has no fused arithmetic to match here"
 #endif
 
-enum { TILE = 64, AHEAD = 512, ALIGNMENT = 64, MAX_THREADS = 256 };
-/* A share of fewer elements takes less time than starting a thread for it (about 20 us). */
+enum { TILE = 64, AHEAD = 512, MAX_SHARES = 256 };
+/* Shares of fewer elements take less time than starting a thread for them (about 20 us). */
 enum { MIN_SHARE = 1 << 15 };
 enum { BF16, FP16, FP32 };
 
@@ -46,12 +46,12 @@ struct constants {
     int decays, base_is_grad;
 };
 
-struct share {
+/* Threads take shares one after another, so one whose core is busy with something else holds up none of the others. */
+struct work {
     const struct update *update;
-    const struct constants *constants;
-    int64_t begin, end; /* after the call: what is left to do */
-    int started;
-    pthread_t thread;
+    struct constants constants;
+    int64_t share, *undone;
+    int32_t next, num_undone;
 };
 
 static inline uint32_t bits_of(float value) {
@@ -182,12 +182,11 @@ static inline void prefetch(const char *array, int size) {
 
 static inline char *at(const void *array, int64_t offset) { return array == NULL ? NULL : (char *)array + offset; }
 
-static void *run(void *argument) {
-    struct share *share = argument;
-    const struct update *u = share->update;
+/* Updates [begin, end) and returns where it stopped. */
+static int64_t run(const struct update *u, const struct constants *constants, int64_t begin, int64_t end) {
     const int wire = u->wire_dtype == FP32 ? 4 : 2, moment = u->moment_dtype == FP32 ? 4 : 2;
     const int grad = u->grad_dtype == FP32 ? 4 : 2;
-    for (int64_t i = share->begin; i < share->end; i = share->begin) {
+    for (int64_t i = begin; i < end; i += TILE) {
         struct tile t = {
             .wire = at(u->wire, i * wire),
             .remainder = at(u->remainder, i * 2),
@@ -196,18 +195,17 @@ static void *run(void *argument) {
             .exp_avg_sq = at(u->exp_avg_sq, i * moment),
             .grad = at(u->grad, i * grad),
         };
-        if (share->end - i >= TILE) {
+        if (end - i >= TILE) {
             prefetch(t.wire, wire);
             prefetch(t.remainder, 2);
             prefetch(t.master, 4);
             prefetch(t.exp_avg, moment);
             prefetch(t.exp_avg_sq, moment);
             prefetch(t.grad, grad);
-            if (!update_tile(u, share->constants, &t, TILE)) return NULL;
-            share->begin += TILE;
+            if (!update_tile(u, constants, &t, TILE)) return i;
             continue;
         }
-        int num = (int)(share->end - i);
+        int num = (int)(end - i);
         char *arrays[] = {t.wire, t.remainder, t.master, t.exp_avg, t.exp_avg_sq, t.grad};
         int sizes[] = {wire, 2, 4, moment, moment, grad};
         char copies[6][4 * TILE];
@@ -222,12 +220,27 @@ static void *run(void *argument) {
             .exp_avg_sq = copies[4],
             .grad = copies[5],
         };
-        if (!update_tile(u, share->constants, &whole, num - num % u->lanes)) return NULL;
+        if (!update_tile(u, constants, &whole, num - num % u->lanes)) return i;
         for (int k = 0; k < 5; k++)
             if (arrays[k] != NULL) memcpy(arrays[k], copies[k], (size_t)(num * sizes[k]));
-        share->begin = share->end;
     }
-    return NULL;
+    return end;
+}
+
+static void *take_shares(void *argument) {
+    struct work *work = argument;
+    int64_t num = work->update->num;
+    for (;;) {
+        int64_t begin = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED) * work->share;
+        if (begin >= num) return NULL;
+        int64_t end = begin + work->share < num ? begin + work->share : num;
+        int64_t stopped = run(work->update, &work->constants, begin, end);
+        if (stopped < end) {
+            int32_t index = __atomic_fetch_add(&work->num_undone, 1, __ATOMIC_RELAXED);
+            work->undone[2 * index] = stopped;
+            work->undone[2 * index + 1] = end;
+        }
+    }
 }
 
 static struct constants constants_of(const struct update *u) {
@@ -252,34 +265,20 @@ static struct constants constants_of(const struct update *u) {
 }
 
 /* Runs on up to num_threads threads, this one among them. Writes [begin, end) of what torch must do into `undone`,
- * which has room for MAX_THREADS pairs, and returns how many there are. */
+ * which has room for MAX_SHARES pairs, and returns how many there are. */
 int32_t lohan_update(const struct update *u, int32_t num_threads, int64_t *undone) {
-    struct share shares[MAX_THREADS];
-    struct constants constants = constants_of(u);
-    int64_t most = u->num / MIN_SHARE + 1;
-    if (num_threads > most) num_threads = (int32_t)most;
-    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
-    if (num_threads < 1) num_threads = 1;
-    int64_t size = (u->num / num_threads + ALIGNMENT) / ALIGNMENT * ALIGNMENT, begin = 0;
-    for (int k = 0; k < num_threads; k++) {
-        int64_t end = k + 1 == num_threads || begin + size > u->num ? u->num : begin + size;
-        shares[k] = (struct share){.update = u, .constants = &constants, .begin = begin, .end = end};
-        if (k > 0) shares[k].started = pthread_create(&shares[k].thread, NULL, run, &shares[k]) == 0;
-        begin = end;
-    }
-    int32_t count = 0;
-    for (int k = 0; k < num_threads; k++) {
-        if (shares[k].started)
-            pthread_join(shares[k].thread, NULL);
-        else
-            run(&shares[k]);
-        if (shares[k].begin < shares[k].end) {
-            undone[2 * count] = shares[k].begin;
-            undone[2 * count + 1] = shares[k].end;
-            count++;
-        }
-    }
-    return count;
+    int64_t share = MIN_SHARE;
+    while (share * MAX_SHARES < u->num) share *= 2;
+    int64_t num_shares = (u->num + share - 1) / share;
+    struct work work = {.update = u, .constants = constants_of(u), .share = share, .undone = undone};
+    pthread_t threads[MAX_SHARES];
+    int started = 0;
+    while (started + 1 < num_threads && started + 1 < num_shares &&
+           pthread_create(&threads[started], NULL, take_shares, &work) == 0)
+        started++;
+    take_shares(&work);
+    for (int k = 0; k < started; k++) pthread_join(threads[k], NULL);
+    return work.num_undone;
 }
 
 /* -- the norm of a gradient, bf16 or fp16 -- */

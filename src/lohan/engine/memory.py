@@ -23,8 +23,8 @@ from lohan.plan.head import head_bytes
 # Python objects, thread stacks, the allocator's own slack, libraries that are loaded with the first operator.
 _OVERHEAD_BYTES = 64 << 20
 # What the C library keeps of freed memory all the same (see bound_allocator), and the matmuls' own buffers: measured at
-# 100M parameters, where a working set of 150 MB took 390 MB of heap. With less, memory is handed back and faulted in again
-# all the time: 2.5 s of 17 s in a step.
+# 100M parameters, where a working set of 150 MB took 390 MB of heap. With less, memory is handed back and faulted in
+# again all the time: 2.5 s of 17 s in a step.
 _ALLOCATOR_SLACK = 2.0
 # What a block keeps for its backward, in multiples of its matmuls' inputs and outputs.
 _BLOCK_COPIES = 2

@@ -7,10 +7,13 @@ adds one idea at a time: state in many small pieces, so that reading, updating a
 whose update is the last and whose fetch is the first, in RAM); updates that flow into the next forward instead of a
 barrier; the lossless split master (12 instead of 14 bytes written per parameter); part of the updates left for the
 next forward; vertical micro-batches, that part chosen again, with the smallest number of tokens per step that is within
-3 % of the best up to 524,288. Activations are chosen by the published time model, where updates are left by its variant
-for that (lohan.sim.paper). Micro-batches are taken to compute at the FLOP/s of the published batch, which is why none
-is smaller than 4096 tokens. The last table holds the batch of every published row and compares `lohan`, without left
-updates and with full masters, with `lohan-paper`. The last line is JSON.
+3 % of the best up to 524,288. Up to there activations are chosen by the published time model, where updates are left by
+its variant for that (lohan.sim.paper), and only the embedding stays in RAM. The last rung is the planner's
+(lohan.plan.planner): activations, units that stay, left updates, micro-batches and tokens per step chosen together,
+within 24 GiB of device memory as the engine counts it, which the rungs before it do not check. Without clipping, as
+published. Micro-batches are taken to compute at the FLOP/s of the published batch, which is why none is smaller than
+4096 tokens. The last table holds the batch of every published row and compares the planner's `lohan`, with full masters
+as the published system has them, with `lohan-paper`. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 from lohan.hardware import load_machine, resize
 from lohan.plan.fit import staging_bytes
 from lohan.plan.plan import ModelSize, Plan
+from lohan.plan.planner import make_plan
 from lohan.presets import preset_profile
 from lohan.profiles import MachineProfile, ModelProfile
 from lohan.sim.paper import choose_activations
@@ -63,7 +67,7 @@ class Rung:
         return self.sequences * SEQUENCE / self.seconds
 
 
-def make_plan(
+def published_plan(
     profile: ModelProfile, model: ModelSize, machine: MachineProfile, micro_batches: int, left_share: float
 ) -> Plan | None:
     """Slabs that keep the drives busy, the embedding in RAM, activations where the published time model wants them.
@@ -98,7 +102,7 @@ def lohan_seconds(
 ) -> float:
     """Seconds per step of `lohan`; infinite if it does not fit."""
     model = size_model(profile, num_micro_batches=micro_batches, state_bytes_per_parameter=state_bytes)
-    plan = make_plan(profile, model, machine, micro_batches, left_share)
+    plan = published_plan(profile, model, machine, micro_batches, left_share)
     if plan is None:
         return float("inf")
     timeline = simulate_steps(model, plan, machine, micro_batches=micro_batches, steps=3, barrier=barrier)
@@ -121,6 +125,8 @@ def ladder(case: Case) -> Iterator[Rung]:
         sequences *= 2
     best = max(rung.tokens_per_second for rung in free)
     yield next(rung for rung in free if rung.tokens_per_second >= 0.97 * best)
+    planned = make_plan(preset_profile(case.model), case.machine, clip="none")
+    yield Rung("+ planned", planned.tokens_per_step // SEQUENCE, planned.seconds_per_step)
 
 
 def best_left(profile: ModelProfile, machine: MachineProfile, sequences: int, micro_batches: int, idea: str) -> Rung:
@@ -135,24 +141,25 @@ def best_left(profile: ModelProfile, machine: MachineProfile, sequences: int, mi
 
 def same_batch(testbed: MachineProfile) -> float:
     """Prints `lohan` beside `lohan-paper` for every published batch; the smallest ratio of their speeds."""
-    print(f"\n{'model':<10}{'ssds':>5}{'batch':>6}{'lohan-paper s':>15}{'lohan s':>9}{'ratio':>7}")
+    print(f"\n{'model':<10}{'gpus':>5}{'ssds':>5}{'batch':>6}{'lohan-paper s':>15}{'lohan s':>9}{'ratio':>7}")
     worst = float("inf")
     seen = set()
     with DATA.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["system"] == "lohan" and row["gpus"] == "1"]
+        rows = [row for row in csv.DictReader(file) if row["system"] == "lohan"]
     for row in rows:
-        key = (f"gpt-{row['model'].lower()}", int(row["ssds"]), int(row["batch"]))
+        key = (f"gpt-{row['model'].lower()}", int(row["gpus"]), int(row["ssds"]), int(row["batch"]))
         if key in seen:
             continue
         seen.add(key)
-        name, ssds, batch = key
-        machine = resize(testbed, ssds=ssds)
-        whole = preset_profile(name, micro_batch_size=batch)
+        name, gpus, ssds, batch = key
+        machine = resize(testbed, gpus=gpus, ssds=ssds)
+        whole = preset_profile(name, micro_batch_size=batch // gpus)
         paper = build_scenario("lohan-paper", whole, machine, steps=2).run().seconds_per_step
-        part = preset_profile(name, micro_batch_size=MICRO_BATCH)
-        ours = lohan_seconds(part, machine, micro_batches=batch // MICRO_BATCH)
+        ours = make_plan(
+            preset_profile(name), machine, tokens_per_step=batch * SEQUENCE, clip="none", state_bytes_per_parameter=12.0
+        ).seconds_per_step
         worst = min(worst, paper / ours)
-        print(f"{name:<10}{ssds:>5}{batch:>6}{paper:>15.2f}{ours:>9.2f}{paper / ours:>6.2f}x")
+        print(f"{name:<10}{gpus:>5}{ssds:>5}{batch:>6}{paper:>15.2f}{ours:>9.2f}{paper / ours:>6.2f}x")
     return worst
 
 

@@ -33,7 +33,7 @@ def lanes_page(estimate: Estimate, timeline: Timeline) -> str:
             )
             kind = _KINDS.index(key.kind) if key.kind in _KINDS else len(_KINDS)
             number = names.setdefault(label, len(names))
-            spans.append([LANES.index(op.lane), kind, round(service - first, 6), round(end - first, 6), number])
+            spans.append([LANES.index(op.lane), kind, round(service - first, 9), round(end - first, 9), number])
     used = sorted({int(span[0]) for span in spans})
     data = {
         "seconds": last - first,

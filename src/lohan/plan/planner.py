@@ -36,7 +36,7 @@ published runs had 16,384 and more; not measured below."""
 STATE_BYTES_PER_PARAMETER = 10.0
 """Of the split master with AdamW, the default with bf16 weights."""
 
-_DETAILED = 400
+_DETAILED = 160
 """Units times micro-batches and pieces up to which every micro-batch is simulated by itself, and more plans are."""
 
 _MAX_PIECES = 4

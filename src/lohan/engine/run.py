@@ -270,10 +270,10 @@ class Run:
         )
 
     def _relief(self, budget: HostBudget) -> Relief | None:
-        """On `cpu` computing shares host memory: what it frees goes back to the system when the budget is used up."""
+        """On `cpu` computing shares host memory: what it frees goes back to the system while there is room to go on."""
         if self.device.separate_memory:
             return None
-        return Relief(self._base_bytes + budget.total)
+        return Relief(self._base_bytes + budget.total - budget.compute // 2)
 
     def _close_engine(self) -> None:
         """Let go of an engine whose plan no longer fits, with all it knows written down."""

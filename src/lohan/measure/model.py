@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from lohan.models.skeleton import build_skeleton
 from lohan.models.units import Units, UnitSpec, partition
 from lohan.preset_shapes import SHAPES
 from lohan.presets import Shape, preset_profile, profile_shape
-from lohan.profiles import ModelProfile, OperatorProfile, UnitProfile
+from lohan.profiles import ModelProfile, UnitProfile
 
 _NO_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _DEFAULT_SEQUENCE = 4096
@@ -153,13 +153,12 @@ class _Make:
 
     def _block(self, kind: BlockTrace, rehearsal: Rehearsal, spec: UnitSpec) -> UnitProfile:
         peaks = rehearsal.peaks(kind, ())
-        operators = _with_expert_flops(kind.operators, spec, self._tokens, _experts(self._model))
         saved = self._saved_bytes(kind, spec)
         return UnitProfile(
             kind="block",
-            forward_flops=sum(operator.flops for operator in operators),
+            forward_flops=sum(operator.flops for operator in kind.operators),
             input_bytes=kind.input_bytes,
-            operators=operators,
+            operators=kind.operators,
             saved_bytes=saved,
             working_bytes=max(peaks.forward, peaks.later_backward - kind.weights_bytes, saved),
             shared_bytes=kind.shared_bytes,
@@ -238,20 +237,6 @@ def _experts(model: nn.Module) -> tuple[int, int]:
     values = config.get_text_config().to_dict() if config is not None else {}
     count = _number(values, "num_local_experts", "num_experts", "n_routed_experts") or 0
     return (count, _number(values, "num_experts_per_tok", "top_k") or 1) if count > 1 else (0, 0)
-
-
-def _with_expert_flops(
-    operators: Sequence[OperatorProfile], spec: UnitSpec, tokens: int, experts: tuple[int, int]
-) -> tuple[OperatorProfile, ...]:
-    """Grouped matmuls of experts, whose FLOPs torch does not count: every routed token meets one expert's matrix."""
-    count, routed = experts
-    matrices = [param.num_elements // count for param in spec.params if count and len(param.shape) == 3]
-    grouped = [number for number, one in enumerate(operators) if "grouped_mm" in one.name and not one.flops]
-    flops = dict(zip(grouped, matrices, strict=False))
-    return tuple(
-        replace(one, flops=2.0 * tokens * routed * flops[number]) if number in flops else one
-        for number, one in enumerate(operators)
-    )
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int | None:

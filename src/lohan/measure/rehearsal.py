@@ -264,6 +264,8 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
         query, key = args[0], args[1]
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
         return float(4.0 * pairs * query.shape[3] * (0.5 if given.get("is_causal") else 1.0))
+    if "grouped_mm" in func._schema.name:  # each row meets one expert's matrix; torch does not count these
+        return float(2.0 * args[0].numel() * args[1].shape[-1])
     count: Any = flop_registry.get(func.overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 

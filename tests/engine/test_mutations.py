@@ -199,7 +199,6 @@ MUTATIONS = {
         "forward waits for act_out": 0,
     },
     "activations in host memory, virtual": {
-        "act_in waits for act_out": 0,
         "act_in waits for backward": 0,
         "backward waits for act_in": 0,
     },

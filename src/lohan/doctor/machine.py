@@ -171,7 +171,7 @@ def judge_update(path: str | None) -> list[Finding]:
             verdict=Verdict.OK if native else Verdict.NOTE,
             advice=""
             if native
-            else "Optimizer updates give the same bits and take about twice as long. "
+            else "Optimizer updates give the same bits and take two to four times as long. "
             "gcc or clang on the PATH is all the kernel needs on most machines.",
             data={"native": native, "reason": reason},
         )

@@ -5,7 +5,8 @@ of 64 bytes. The bits do not depend on how a parameter is cut, neither here into
 as long as pieces start at multiples of CHUNK_ALIGNMENT elements of their own parameter and never span two.
 
 An update is done by the compiled kernel of lohan.optim.native where there is one, else by torch operators block by
-block: several times slower, the same to the bit. `path` says which and why.
+block: two to four times slower, the same to the bit (benchmarks/results/2026-11-16_update_native.md). `path` says
+which and why.
 
 An Updater owns scratch of about five f32 blocks, taken when torch operators need it, and serves one thread at a time;
 different Updaters share nothing.

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 _SCRIPT = """
-import json, resource, sys
+import json, sys
+peak_kib = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # ru_maxrss has the parent's
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from lohan.engine.run import open_run
@@ -37,7 +38,7 @@ with open_run(model=folder, ssd=[store], host_memory=int(budget), device=device,
         run.drain()
         after.append(rss())
     device_peak = run.device.peak_bytes
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = peak_kib() * 1024
 print(json.dumps({"base": base, "peak": peak, "after": after, "device_peak": device_peak}))
 """
 

@@ -353,7 +353,8 @@ def test_the_fewest_chunks_that_fit(tokens, vocabulary, budget, bytes_per_logit)
 
 
 _SCRIPT = """
-import json, resource, sys
+import json, sys
+peak_kib = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # ru_maxrss has the parent's
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from lohan.engine.head_loss import HeadLoss
@@ -377,7 +378,7 @@ step(2 * chunks)
 base = int(open("/proc/self/statm").read().split()[1]) * 4096
 for _ in range(2):
     step(tokens)
-print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base))
+print(json.dumps(peak_kib() * 1024 - base))
 """
 
 

@@ -8,6 +8,7 @@ memory and all the rest is computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +72,12 @@ class Planning:
         self._head_chunks = head_chunks
         self._dtype = settings.compute(device.name)
         self._rehearsals: dict[tuple[int, int], Rehearsal | None] = {}
+
+    def other(self, *, machine: MachineProfile, host_bytes: int) -> Planning:
+        """For the same model and wishes on another machine. What was rehearsed is shared."""
+        changed = copy(self)
+        changed._machine, changed._host_bytes = machine, host_bytes
+        return changed
 
     def plan(self, micro_batches: Sequence[Mapping[str, Any]]) -> Planned:
         """The plan for a step like this one, or PlanInfeasible with what would fit."""

@@ -34,7 +34,7 @@ from lohan.engine.planning import Planned, Planning
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
 from lohan.engine.swap import open_scratch
-from lohan.engine.trace import Span, Trace
+from lohan.engine.trace import Span, Step, Trace
 from lohan.errors import ConfigError, LohanError
 from lohan.models.units import Units
 from lohan.optim import LossScale, Updater
@@ -94,11 +94,12 @@ class Run:
         self.model, self.units, self.layouts, self.store, self.device = model, units, layouts, store, device
         self.settings = settings
         self.plan: Plan | None = None
-        self._base_bytes = resident_bytes()
+        self.base_bytes = resident_bytes()
+        """Of the process before the run took any."""
         self._updater, self._host_bytes, self._commit_every = updater, host_bytes, commit_every
         self._wishes, self._trace = wishes, trace
         self.planned: Planned | None = None
-        self._planning = Planning(
+        self.planning = Planning(
             model=model, units=units, layouts=layouts, device=device, settings=settings, wishes=wishes,
             host_bytes=host_bytes, machine=machine, head_chunks=head_chunks,
         )  # fmt: skip
@@ -228,7 +229,7 @@ class Run:
         if self._engine is not None and all(new <= old for new, old in zip(shape, self._shape, strict=True)):
             return self._engine
         self._close_engine()
-        planned = self._planning.plan(micro_batches)
+        planned = self.planning.plan(micro_batches)
         size, plan, budget = planned.size, planned.plan, planned.budget
         gradients = [layout.gradient_record for layout in self.layouts if layout.pieces.state_bytes]
         if plan.gradients_on_ssd and not all(self.store.layout.has(name) for name in gradients):
@@ -273,7 +274,7 @@ class Run:
         """On `cpu` computing shares host memory: what it frees goes back to the system while there is room to go on."""
         if self.device.separate_memory:
             return None
-        return Relief(self._base_bytes + budget.total - budget.compute // 2)
+        return Relief(self.base_bytes + budget.total - budget.compute // 2)
 
     def _close_engine(self) -> None:
         """Let go of an engine whose plan no longer fits, with all it knows written down."""
@@ -354,6 +355,20 @@ class Run:
     def drive_requests(self, since: float) -> list[Span]:
         """What the drives were asked for and had done after this moment of perf_counter()."""
         return self._trace.requests(since)
+
+    def step_spans(self, *, back: int = 0) -> tuple[Step, list[Span]] | None:
+        """When the last step was taken (or one before it), and what lanes and drives did meanwhile."""
+        return self._trace.last_step(back=back)
+
+    @property
+    def clip(self) -> str | None:
+        """When updates run that may be clipped, as of the last step; None before the first plan."""
+        return None if self._engine is None else self._engine.plan.clip
+
+    @property
+    def ssd_written_bytes(self) -> int:
+        """Bytes written to the drives since the run was opened."""
+        return self._trace.bytes_moved["write"]
 
     def write_trace(self, path: str | Path, *, steps: int = 1) -> None:
         """The last steps as a file for https://ui.perfetto.dev: what every lane and every drive did when."""

@@ -68,6 +68,13 @@ class Trace:
         """The recent requests that ended after this moment."""
         return [span for span in self._requests.copy() if span.end > since]
 
+    def last_step(self, *, back: int = 0) -> tuple[Step, list[Span]] | None:
+        """The last step, or one before it, and what was under way between its call and its result."""
+        if back >= len(self._steps):
+            return None
+        step = self._steps[-1 - back]
+        return step, [span for span in self._all() if span.end > step.start and span.start < step.end]
+
     def begin_step(self, now: float) -> None:
         """A step begins: what the one before left to do belongs to it up to here."""
         if self.directory is not None and self._steps:

@@ -22,6 +22,7 @@ from lohan.errors import ConfigError, PlanInfeasible
 from lohan.generate.generator import free_memory
 from lohan.hardware import load_machine
 from lohan.optim import make_schedule
+from lohan.report.record import RunRecord
 from lohan.sizes import parse_size
 from lohan.store import has_store
 from lohan.store.report import describe_store
@@ -114,10 +115,13 @@ def train(
             display=owned.enter_context(make_display(total, every=config.logging_steps, live=live)),
         )  # fmt: skip
         run.reserve(loop.largest)
+        if run.step_number < total:
+            loop.record.begin(run, ahead, machine=arguments["machine"], shapes=loop.largest, total_steps=total)
         with Interrupt() as interrupt:
             loop.interrupt = interrupt
             stopped = loop.run_to_the_end()
         run.commit(loop.memory())
+        loop.record.end(run)
         model = None
         if config.export_at_end and stopped != "interrupted":
             model = Path(config.output_dir) / MODEL_NAME
@@ -158,11 +162,12 @@ class _Loop:
         self.evaluations, self.display = evaluations, display
         self.loss: float | None = None
         self.interrupt = Interrupt()
+        self.record = RunRecord(Path(config.output_dir))
         self.largest = largest_batches(data, total)
         self._metrics, self._reporters = metrics, reporters
         self._tokenizer, self._host_bytes = tokenizer, host_bytes
         self._busy: dict[str, float] = {}
-        self._ssd_bytes = run.ssd_bytes
+        self._ssd_bytes, self._ssd_written = run.ssd_bytes, run.ssd_written_bytes
 
     def run_to_the_end(self) -> str | None:
         """All steps that are left. Returns why it stopped before the end, if it did."""
@@ -186,7 +191,7 @@ class _Loop:
     def _tell(self, out: StepResult) -> None:
         train = self.data.train
         tokens = train.tokens_of(out.step)
-        busy, moved = self.run.busy_seconds, self.run.ssd_bytes
+        busy, moved, written = self.run.busy_seconds, self.run.ssd_bytes, self.run.ssd_written_bytes
         # A new plan makes a new engine, whose clocks begin at 0.
         spent = {lane: t - self._busy[lane] if t >= self._busy.get(lane, 1e99) else t for lane, t in busy.items()}
         record: dict[str, Any] = {
@@ -201,11 +206,13 @@ class _Loop:
             "tokens_per_second": tokens / out.seconds,
             "busy_seconds": spent,
             "ssd_bytes": moved - self._ssd_bytes,
+            "ssd_written_bytes": written - self._ssd_written,
             "rss_bytes": resident_bytes(),
             "time": time.time(),
         }
-        self._busy, self._ssd_bytes, self.loss = busy, moved, out.loss
+        self._busy, self._ssd_bytes, self._ssd_written, self.loss = busy, moved, written, out.loss
         self._metrics.write(record)
+        self.record.step(self.run)
         self.display.show(record)
         if out.step % self.config.logging_steps == 0 or out.step == self.total:
             names = ("loss", "grad_norm", "learning_rate", "epoch", "tokens_per_second")

@@ -1,4 +1,4 @@
-"""The commands around a training run: init, train, status and generate."""
+"""The commands around a training run: init, train, status, report and generate."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(epilog=_TRAIN_EXAMPLES)(train)
     app.command(epilog="Example: lohan status my-run --json")(status)
+    app.command(epilog="Examples: lohan report my-run; lohan report my-run --out page.html")(report)
     app.command(epilog=_GENERATE_EXAMPLES)(generate)
 
 
@@ -117,6 +118,16 @@ def status(
     else:
         for name, value in _status_rows(found):
             print(f"{name:<10} {value}")
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's output_dir, config file or SSD directory.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; report.html in output_dir if not given.")] = None,
+) -> None:
+    """Write one HTML page about a run: curves, a step's lanes predicted above measured, memory, advice, config."""
+    from lohan.report.page import write_report
+
+    print(write_report(run, out))
 
 
 def _status_rows(found: Status) -> list[tuple[str, str]]:

@@ -11,6 +11,9 @@ LIFETIME_SECONDS = 3 * 365 * 86400.0
 
 PRICE_PER_KWH = 0.15
 
+REFERENCE_ENDURANCE_BYTES = 1.2e15
+"""What a 2 TB consumer drive is rated for: hardware/drives.yaml, for example the Samsung 990 PRO."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:

@@ -74,8 +74,14 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "bottleneck": timeline.bottleneck,
         "busy": {name: round(seconds, 7) for name, seconds in lanes.items()},
         "bytes": timeline.bytes_per_step(),
-        "lanes": lanes_of(timeline.spans(), *timeline.window),
+        "lanes": lanes_of(_served(timeline), *timeline.window),
     }
+
+
+def _served(timeline: Timeline) -> Iterator[tuple[str, str, float, float]]:
+    """Operations while they are worked on, without the time they queue."""
+    for op, begin, end in zip(timeline.ops, timeline.service, timeline.end, strict=True):
+        yield op.lane, f"{op.key.kind} {op.key.unit}", begin, end
 
 
 def activation_curve(

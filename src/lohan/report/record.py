@@ -98,6 +98,7 @@ class RunRecord:
         if taken is None:
             return
         step, spans = taken
+        units = {layout.spec.name: number for number, layout in enumerate(run.layouts)}
         self._write(
             STEP_NAME,
             {
@@ -107,7 +108,7 @@ class RunRecord:
                 "clip": run.clip,
                 "device_peak_bytes": run.device.peak_bytes if run.device.separate_memory else None,
                 "busy": measured_lanes(spans, step.start, step.end),
-                "lanes": lanes_of(spans, step.start, step.end),
+                "lanes": lanes_of(spans, step.start, step.end, units),
             },
         )
 

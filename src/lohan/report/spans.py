@@ -19,31 +19,54 @@ MAX_SPANS = 1500
 """Of a lane. More than a page is wide; a step of 70B has a hundred times as many."""
 
 _OTHER = len(KINDS) - 1
+_ISSUING = ("ssd_read", "ssd_write", "swap_in", "swap_out")
 
 Spans = list[list[float]]
 
 
-def lanes_of(spans: Iterable[Sequence[Any]], first: float, last: float) -> dict[str, Spans]:
-    """(track, label, start, end) in seconds -> the spans of each lane that had any between two moments."""
+def lanes_of(
+    spans: Iterable[Sequence[Any]], first: float, last: float, units: Mapping[str, int] | None = None
+) -> dict[str, Spans]:
+    """(track, label, start, end) in seconds -> the spans of each lane that had any between two moments.
+
+    With `units` (their numbers by name) the spans of the drives' requests stand for the lanes that only ask for them:
+    those also hold the wait for memory to read into.
+    """
     found: dict[str, Spans] = {lane: [] for lane in LANES}
     for track, label, start, end, *_ in spans:
-        if track not in found or end <= first or start >= last:
+        if end <= first or start >= last:
             continue
-        kind, _, unit = label.partition(" ")
+        if units is not None and track.startswith("drive "):
+            lane, kind, unit = _request(track.rpartition(" ")[2], label, units)
+        elif track in found and not (units is not None and track in _ISSUING):
+            lane, (kind, _, number) = track, label.partition(" ")
+            unit = int(number) if number.isdigit() else -1
+        else:
+            continue
         begin = max(start, first) - first
-        found[track].append(
-            [
-                KINDS.index(kind) if kind in KINDS else _OTHER,
-                round(begin * 1e6, 1),
-                round((min(end, last) - first - begin) * 1e6, 1),
-                int(unit) if unit.isdigit() else -1,
-            ]
-        )
+        long = round((min(end, last) - first - begin) * 1e6, 1)
+        if long > 0:
+            index = KINDS.index(kind) if kind in KINDS else _OTHER
+            found[lane].append([index, round(begin * 1e6, 1), long, unit])
     return {lane: fewer(sorted(own, key=lambda s: s[1]), (last - first) * 1e6) for lane, own in found.items() if own}
 
 
+def _request(way: str, record: str, units: Mapping[str, int]) -> tuple[str, str, int]:
+    """Lane, kind and unit of a drive's request. Records are named by engine/layout.py and engine/swap.py."""
+    unit, _, rest = record.partition("/")
+    reads = way == "read"
+    if unit.isdigit():  # activations: unit/micro-batch
+        return ("swap_in", "act_read", int(unit)) if reads else ("swap_out", "act_write", int(unit))
+    number = units.get(unit, -1)
+    if rest.startswith("gradient"):
+        return ("ssd_read", "read_gradient", number) if reads else ("ssd_write", "spill", number)
+    if not reads:
+        return "ssd_write", "write", number
+    return "ssd_read", "read_state" if rest.startswith("state") else "read_weights", number
+
+
 def fewer(spans: Spans, length: float) -> Spans:
-    """Few enough: a lane with too many is cut into as many parts, each of the kind that takes most of it."""
+    """Few enough: a lane with too many is cut into equal parts, each filled as far as it was, by its main kind."""
     if len(spans) <= MAX_SPANS:
         return spans
     width = length / MAX_SPANS
@@ -56,13 +79,14 @@ def fewer(spans: Spans, length: float) -> Spans:
             at += 1
     made: Spans = []
     for at, part in enumerate(parts):
-        if sum(part.values()) < width / 2:
+        if not part:
             continue
         kind, unit = max(part, key=lambda key: part[key])
-        if made and made[-1][0] == kind and made[-1][3] == unit and made[-1][1] + made[-1][2] > (at - 0.5) * width:
-            made[-1][2] = round((at + 1) * width - made[-1][1], 1)
+        start, long = at * width, min(width, sum(part.values()))
+        if made and [made[-1][0], made[-1][3]] == [kind, unit] and made[-1][1] + made[-1][2] > start - width / 100:
+            made[-1][2] = round(start + long - made[-1][1], 1)
         else:
-            made.append([kind, round(at * width, 1), round(width, 1), unit])
+            made.append([kind, round(start, 1), round(long, 1), unit])
     return made
 
 

@@ -23,7 +23,7 @@ from lohan.engine.layout import records_of
 from lohan.engine.planning import Planned, Planning
 from lohan.engine.settings import Settings
 from lohan.errors import StoreFull
-from lohan.estimate.costs import costs_of
+from lohan.estimate.costs import REFERENCE_ENDURANCE_BYTES, costs_of
 from lohan.plan.fit import Wishes, staging_bytes
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import ModelSize, Plan
@@ -43,9 +43,6 @@ _LIMITS = {
     "to_gpu": "the link to the device",
     "to_host": "the link from the device",
 }
-
-REFERENCE_ENDURANCE_BYTES = 1.2e15
-"""What a 2 TB consumer drive is rated for: hardware/drives.yaml, for example the Samsung 990 PRO."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,7 +65,11 @@ def note_status(folder: Path, state: str, *, total_steps: int) -> None:
 def read_status(place: Path) -> Status:
     """The run that `place` names: its output_dir, its config file or its first SSD directory."""
     config = find_config(place)
-    output = Path(config.output_dir)
+    return status_of(config, Path(config.output_dir))
+
+
+def status_of(config: TrainConfig, output: Path) -> Status:
+    """The run with this config whose metrics are in `output`, wherever that folder has been moved."""
     noted = _noted(output)
     committed, is_open = _store(config)
     lines = read_metrics(output)

@@ -35,6 +35,12 @@ def test_the_whole_first_run(tmp_path, capsys):
     assert "parts of the model stayed in memory" in out
     assert "s foretold" in out
     assert "lohan doctor" in out
+    page = tmp_path / "own" / first_run.REPORT_NAME
+    assert f"The training's report is {page}" in out
+    assert "Finished: 3 of 3 steps" in page.read_text()
+    assert {path.name for path in page.parent.iterdir()} == {page.name, first_run.MARK_NAME}
+    with first_run.own_folder(tmp_path / "own", keep=False):
+        assert not page.exists()
     assert not (tmp_path / "own").exists()
 
 

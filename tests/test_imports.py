@@ -23,7 +23,15 @@ def test_importing_lohan_loads_neither_torch_nor_numpy():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["doctor", "--help"], ["store", "info", "--help"], ["export", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["doctor", "--help"],
+        ["store", "info", "--help"],
+        ["export", "--help"],
+        ["report", "--help"],
+    ],
 )
 def test_asking_the_command_line_for_help_loads_neither_torch_nor_numpy(arguments):
     code = f"""
@@ -51,6 +59,10 @@ assert lohan.models.load.__module__ == "lohan.engine.create" and lohan.errors.Lo
 assert not hasattr(lohan, "nothing") and not hasattr(lohan.models, "nothing")
 """
     assert "torch" in loaded_after(code)
+
+
+def test_a_report_is_made_without_torch():
+    assert not {"torch", "transformers", "numpy"} & loaded_after("import lohan.report.page")
 
 
 def test_a_trace_can_be_made_without_torch():

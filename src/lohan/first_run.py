@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 MARK_NAME = ".lohan-first-run"
 DRIVE_NAMES = ("drive-a", "drive-b")
 TRAINING_NAME = "training"
+REPORT_NAME = "report.html"
 MIN_BYTES = 8 << 20
 _IN_FLIGHT = 4
 # The first steps fill both versions, so that the last one is timed on places written before, like any real step.
@@ -181,7 +182,8 @@ def _in_flight(
 def own_folder(folder: Path, *, keep: bool) -> Iterator[list[Path]]:
     """Two empty drive directories, and one for training, in a folder of our own; removed at the end unless `keep`.
 
-    A folder that was not made by a first run is refused, and only what a first run makes is ever removed.
+    A folder that was not made by a first run is refused, and only what a first run makes is ever removed. The report
+    stays until the next first run.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file. Give another folder with --directory.")
@@ -196,17 +198,20 @@ def own_folder(folder: Path, *, keep: bool) -> Iterator[list[Path]]:
         raise ConfigError(f"{folder} cannot be used: {error.strerror}. Give another folder with --directory.") from None
     drives = [folder / name for name in DRIVE_NAMES]
     own = [*drives, folder / TRAINING_NAME]
+    report = folder / REPORT_NAME
     try:
         _remove(own)
+        report.unlink(missing_ok=True)
         for made in own:
             made.mkdir()
         yield drives
     finally:
         if not keep:
             _remove(own)
-            (folder / MARK_NAME).unlink(missing_ok=True)
-            if not any(folder.iterdir()):
-                folder.rmdir()
+            if not report.exists():
+                (folder / MARK_NAME).unlink(missing_ok=True)
+                if not any(folder.iterdir()):
+                    folder.rmdir()
         Files().close(lock)
 
 
@@ -325,7 +330,13 @@ def run(folder: Path, num_bytes: int, *, keep: bool, steps: int | None = None) -
                 quiet=lambda: _paused(console, status, f"lohan train {config}"),
             )
         _print_rows(console, _training_rows(training))
+        from lohan.report.page import write_report
+
+        report = write_report(folder / TRAINING_NAME / "out", folder / REPORT_NAME)
     console.print(f"\n[bold green]lohan works here[/] ({summary.seconds + training.seconds:.0f} s)", highlight=False)
+    console.print(
+        f"The training's report is {escape(str(report))}: open it in a browser", highlight=False, soft_wrap=True
+    )
     _print_next(console, folder if keep else None)
 
 
@@ -407,6 +418,7 @@ def _print_next(console: Console, kept: Path | None) -> None:
             (f"{lohan} store info {directories}", ""),
             (f"{lohan} store verify {directories}", ""),
             (f"{lohan} status {training / 'out'}", ""),
+            (f"{lohan} report {training / 'out'}", ""),
             (f"{lohan} generate {training / 'ssd'} 314159=", ""),
             (f"{lohan} export {training / 'ssd'} {training / 'again'}", ""),
             (str(training / "trace.json"), "the last step: open it at https://ui.perfetto.dev"),

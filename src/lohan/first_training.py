@@ -46,6 +46,7 @@ model_name_or_path: {folder}/model
 train_file: {folder}/train.jsonl
 eval_file: {folder}/eval.jsonl
 output_dir: {folder}/out
+run_name: first-run
 
 ssd: [{folder}/ssd]
 host_memory: {memory}                # the least that works: weights and states live on SSD
@@ -61,7 +62,7 @@ adam_beta2: 0.95
 lr_scheduler_type: linear
 warmup_steps: {warmup}
 eval_strategy: steps
-eval_steps: {steps}
+eval_steps: {evaluating}
 eval_on_start: true
 logging_steps: {logging}
 seed: 0
@@ -153,7 +154,13 @@ def write_task(folder: Path, *, steps: int, memory: str = "1GB") -> Path:
     config = folder / CONFIG_NAME
     config.write_text(
         _CONFIG.format(
-            folder=folder, memory=memory, steps=steps, rows=ROWS, warmup=min(8, steps), logging=max(1, steps // 10)
+            folder=folder,
+            memory=memory,
+            steps=steps,
+            rows=ROWS,
+            warmup=min(8, steps),
+            logging=max(1, steps // 10),
+            evaluating=max(1, steps // 4),
         )
     )
     return config

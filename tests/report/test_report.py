@@ -71,6 +71,20 @@ def test_the_chosen_point_lies_on_the_curve_and_no_other_is_better(run):
     assert chosen["simulated"] <= 1.002 * min(p["simulated"] for p in curve["points"] if "simulated" in p)
 
 
+@pytest.mark.parametrize(("tier", "over"), [("ssd", "sent off the device"), ("device", "kept for backward")])
+def test_the_curve_is_over_what_changes_along_it(run, tier, over):
+    plan = left(run, "plan.json")
+    curve = plan["predicted"]["curve"] | {"swapped": True}
+    for point in (*curve["points"], curve["chosen"]):
+        size = point["device"] + point["host"] + point["ssd"]
+        point.update({"device": 0, "host": 0, "ssd": 0, tier: size})
+    plan["predicted"]["curve"] = curve
+    (run / "report" / "plan.json").write_text(json.dumps(plan))
+    drawn = figures.activation_curve(gather(run))
+    assert drawn["x"] == over
+    assert len({point["x"] for point in drawn["points"]}) > 3
+
+
 def test_upgrades_are_never_a_loss(run):
     found = left(run, "plan.json")["predicted"]["upgrades"]
     assert {one["name"] for one in found} >= {"one more SSD", "64 GB more RAM", "twice the tokens per step"}

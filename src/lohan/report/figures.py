@@ -264,7 +264,8 @@ def activation_curve(run: Gathered) -> Chart | str:
     found = run.plan["predicted"].get("curve")
     if not found:
         return "The operators of this model's blocks are not known before they run, so there is no curve."
-    swapped = bool(found["swapped"])
+    # On a device with room for all of it nothing is sent away, whatever is kept.
+    swapped = bool(found["swapped"]) and len({point["host"] + point["ssd"] for point in found["points"]}) > 1
 
     def place(point: dict[str, Any]) -> Chart:
         moved = point["host"] + point["ssd"] + (0 if swapped else point["device"])

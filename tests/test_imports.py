@@ -62,7 +62,7 @@ assert not hasattr(lohan, "nothing") and not hasattr(lohan.models, "nothing")
 
 
 def test_a_report_is_made_without_torch():
-    assert not {"torch", "transformers", "numpy"} & loaded_after("import lohan.report.page")
+    assert not {"torch", "transformers"} & loaded_after("import lohan.report.page")
 
 
 def test_a_trace_can_be_made_without_torch():

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import make_config
+from small_runs import make_config
 
 from lohan import cli
 from lohan.report import figures, words
@@ -68,7 +68,7 @@ def test_the_chosen_point_lies_on_the_curve_and_no_other_is_better(run):
     here = chosen["device"] + chosen["host"] + chosen["ssd"], chosen["forward"] + chosen["backward"]
     assert len(places) > 3
     assert any(here == pytest.approx(place) for place in places)
-    assert chosen["simulated"] <= 1.002 * min(p["simulated"] for p in curve["points"] if "simulated" in p)
+    assert chosen["simulated"] <= 1.002 * min(p["simulated"] for p in curve["points"] if p.get("simulated"))
 
 
 @pytest.mark.parametrize(("tier", "over"), [("ssd", "sent off the device"), ("device", "kept for backward")])

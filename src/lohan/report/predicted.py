@@ -21,7 +21,7 @@ from lohan.plan.plan import Plan
 from lohan.plan.stage_work import moved_by
 from lohan.profiles import MachineProfile
 from lohan.report.spans import lanes_of
-from lohan.sim.run import simulate_steps
+from lohan.sim.run import StandStill, simulate_steps
 from lohan.sim.timeline import Timeline
 from lohan.train.preview import coarse
 
@@ -52,13 +52,16 @@ def memory_parts(planned: Planned, micro_batches: int) -> dict[str, Any]:
 
 def timelines(planned: Planned, machine: MachineProfile, micro_batches: int, modes: Sequence[str]) -> dict[str, Any]:
     """A step for each way of clipping."""
-    size = coarse(planned.size)
-    return {
-        mode: _timeline(
-            simulate_steps(size, replace(planned.plan, clip=mode), machine, micro_batches=micro_batches, steps=3)
-        )
-        for mode in modes
-    }
+    found = {mode: _simulate(planned, replace(planned.plan, clip=mode), machine, micro_batches) for mode in modes}
+    return {mode: _timeline(timeline) for mode, timeline in found.items() if timeline is not None}
+
+
+def _simulate(planned: Planned, plan: Plan, machine: MachineProfile, micro_batches: int) -> Timeline | None:
+    """None where such a plan could not run: a training must not fail for what it would have been."""
+    try:
+        return simulate_steps(coarse(planned.size), plan, machine, micro_batches=micro_batches, steps=3)
+    except StandStill:
+        return None
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
@@ -107,9 +110,9 @@ def activation_curve(
     return {"swapped": machine.separate_memory, "points": curve, "chosen": chosen}
 
 
-def _simulated(planned: Planned, machine: MachineProfile, micro_batches: int, plan: Plan) -> float:
-    size = coarse(planned.size)
-    return simulate_steps(size, plan, machine, micro_batches=micro_batches, steps=3).seconds_per_step
+def _simulated(planned: Planned, machine: MachineProfile, micro_batches: int, plan: Plan) -> float | None:
+    timeline = _simulate(planned, plan, machine, micro_batches)
+    return None if timeline is None else timeline.seconds_per_step
 
 
 def _place(planned: Planned, machine: MachineProfile, micro_batches: int, kept: Activations) -> dict[str, Any]:
@@ -164,8 +167,10 @@ def upgrades(
         more = [shape for _ in range(times) for shape in shapes]
         try:
             planned = planning.other(machine=better, host_bytes=host).plan(more)
-            timeline = simulate_steps(coarse(planned.size), planned.plan, better, micro_batches=len(more), steps=3)
+            timeline = _simulate(planned, planned.plan, better, len(more))
         except LohanError:
+            timeline = None
+        if timeline is None:
             found.append({"name": name, "tokens_per_second": None, "gain": None})
             continue
         gain = max(1.0, times * tokens / timeline.seconds_per_step / tokens_per_second)

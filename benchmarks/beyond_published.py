@@ -105,7 +105,8 @@ def lohan_seconds(
     plan = published_plan(profile, model, machine, micro_batches, left_share)
     if plan is None:
         return float("inf")
-    timeline = simulate_steps(model, plan, machine, micro_batches=micro_batches, steps=3, barrier=barrier)
+    plan = replace(plan, barrier=barrier)
+    timeline = simulate_steps(model, plan, machine, micro_batches=micro_batches, steps=3)
     return timeline.seconds_per_step
 
 

@@ -319,7 +319,11 @@ class Setup:
         # So much memory that a lack of it never orders anything: only waits do.
         plan = parity.plan_of(self.case)(model, plan)
         transit = 24 if plan.transit_bytes else 0
-        return replace(plan, weights_slabs=24, state_slabs=64, gradient_slabs=24, transit_slabs=transit)
+        # Nor a barrier, behind which most waits are never needed.
+        return replace(
+            plan, weights_slabs=24, state_slabs=64, gradient_slabs=24, transit_slabs=transit, barrier=False,
+            blocks_in_flight=0,
+        )  # fmt: skip
 
     def run(self, directory):
         """Three steps, the second committed, an evaluation, and what a reopening finds after the third is lost."""

@@ -65,8 +65,11 @@ def models_and_plans(draw):
         clip=draw(st.sampled_from(["immediate", "deferred", "speculative"])),
         left_units=frozenset(draw(st.sets(st.sampled_from(list(units)[1:])))),
         separate_stage=draw(st.booleans()),
+        barrier=draw(st.booleans()),
+        device_waits=draw(st.booleans()),
+        blocks_in_flight=(blocks_in_flight := draw(st.integers(0, 2))),
         weights_slabs=3,
-        state_slabs=2,
+        state_slabs=max(2, blocks_in_flight * 3),
         gradient_slabs=2,
     )
     if any(plan.holds_gradient(u) for u in units):
@@ -333,6 +336,55 @@ def play(model, plan, puts, rng):
             (lanes[op.lane] if op.lane else waiting).append(op)
         clips = [op.key for op in ops if op.key.kind == "clip"]
         last_clip = clips[0] if clips else last_clip
+
+
+@given(models_and_plans(), stories)
+@settings(max_examples=100, deadline=None)
+def test_behind_a_barrier_nothing_of_a_step_starts_before_everything_of_the_one_before_is_done(both, story):
+    model, plan = both
+    puts = tell(model, replace(plan, barrier=True), story)[0]
+    graph = Graph(puts)
+    for ops in puts:
+        barrier = next((number for number, op in enumerate(ops) if op.key.kind == "barrier"), None)
+        if barrier is None:
+            continue
+        step = ops[barrier].key.step
+        early = [key for key in graph.ops if key.step < step and key.kind in ("update", "write", "commit")]
+        for op in ops[barrier + 1 :]:
+            if op.lane:
+                assert all(graph.ordered(key, op.key) for key in early if key.step > 0)
+
+
+@given(models_and_plans(), stories)
+@settings(max_examples=100, deadline=None)
+def test_with_blocks_in_flight_a_unit_is_read_whole_updated_and_written_before_one_too_many_is_read(both, story):
+    model, plan = both
+    graph = Graph(tell(model, replace(plan, blocks_in_flight=1), story)[0])
+    previous = None
+    for key in [key for key in graph.ops if key.kind == "update"]:
+        unit = key._replace(kind="", piece=-1)
+        of = {
+            kind: [k for k in graph.ops if k.kind == kind and k._replace(kind="", piece=-1) == unit]
+            for kind in ("read_state", "update", "write")
+        }
+        assert all(graph.ordered(read, key) for read in of["read_state"])
+        assert all(graph.ordered(key, write) for write in of["write"])
+        if previous is not None and previous != unit:
+            ends = [k for k in graph.ops if k.kind == "write" and k._replace(kind="", piece=-1) == previous]
+            assert all(graph.ordered(end, read) for end in ends for read in of["read_state"])
+        previous = unit
+
+
+@given(models_and_plans(), stories)
+@settings(max_examples=100, deadline=None)
+def test_a_device_that_waits_computes_no_unit_before_the_one_above_is_updated(both, story):
+    model, plan = both
+    graph = Graph(tell(model, replace(plan, device_waits=True), story)[0])
+    for key in [key for key in graph.ops if key.kind == "update" and key.phase == "b" and key.unit > 0]:
+        assert graph.ordered(key, Key(key.step, "backward", key.unit - 1, 0))
+        gradient = Key(key.step, "gradient", key.unit)
+        for read in [k for k in graph.ops if k == key._replace(kind="read_state")]:
+            assert gradient not in graph.ops or graph.ordered(gradient, read)
 
 
 @given(models_and_plans(), stories, st.integers(0, 2**32))

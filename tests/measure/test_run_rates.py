@@ -29,14 +29,14 @@ def test_every_step_of_a_run_gives_rates_and_a_wrong_profile_is_found_out(tmp_pa
         drifts = []
         for step in range(1, 14):
             out = run.step(batches(step, seq=16))
-            found = rates.after_step(out, 2)
+            found = rates.after_step(out)
             assert {"compute", "update"} <= set(found) <= set(RATES)
             assert all(rate > 0 for rate in found.values())
             drifts += watch.see(found)
         assert {"compute", "update"} <= {drift.name for drift in drifts}
         assert all("slower" in drift.sentence for drift in drifts)
         planned = run.planned
-        found = rates.after_step(run.step(batches(14, seq=32)), 2)  # longer rows: a new plan, a new engine
+        found = rates.after_step(run.step(batches(14, seq=32)))  # longer rows: a new plan, a new engine
         assert run.planned is not planned
         assert found["compute"] > 0
 

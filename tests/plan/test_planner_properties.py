@@ -68,7 +68,7 @@ def test_no_plan_exceeds_a_budget(profile, machine, asked):
         return
     plan, count = result.plan, result.num_micro_batches
     assert sum(device_use(result.profile, plan, count).values()) <= limits.gpu_bytes or not plan.separate_memory
-    budget = host_budget_of(result.profile, plan, limits.host_bytes)
+    budget = host_budget_of(result.profile, plan, limits)
     heap = 0 if plan.separate_memory else heap_bytes(result.model, plan, count, budget)
     used = staging_bytes(result.model, plan) + undo_bytes(result.model, plan) + budget.compute + heap
     assert used <= limits.host_bytes
@@ -94,7 +94,7 @@ def every_plan(case):
         case.profile, case.machine, case.budgets, tokens_per_step=case.profile.tokens * case.micro_batches, clip="none",
         micro_batch_size=case.profile.micro_batch_size,
     ).plan  # fmt: skip
-    free = host_budget_of(case.profile, base, case.budgets.host_bytes).staging
+    free = host_budget_of(case.profile, base, case.budgets).staging
     device = case.budgets.gpu_bytes - sum(device_use(case.profile, replace(base, kept=()), case.micro_batches).values())
     for host in [free * eighth // 8 for eighth in range(8)]:
         room = Room(device=device, host=host, ssd=1 << 60)

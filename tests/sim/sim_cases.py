@@ -64,8 +64,11 @@ def models_and_plans(draw):
         clip=draw(st.sampled_from(["immediate", "deferred", "speculative"])),
         left_units=frozenset(draw(st.sets(st.sampled_from(list(units)[1:])))),
         separate_stage=draw(st.booleans()),
+        barrier=draw(st.booleans()),
+        device_waits=draw(st.booleans()),
+        blocks_in_flight=(blocks_in_flight := draw(st.integers(0, 2))),
         weights_slabs=3,
-        state_slabs=2,
+        state_slabs=max(2, blocks_in_flight * 3),
         gradient_slabs=2,
     )
     if any(plan.holds_gradient(u) for u in units):

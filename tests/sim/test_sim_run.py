@@ -142,8 +142,9 @@ def test_on_shared_cores_compute_and_update_take_turns(both, machine):
 @given(models_and_plans(), machines)
 @settings(max_examples=60, deadline=None)
 def test_a_later_put_starts_after_the_clip_before_it_or_with_a_barrier_after_everything(both, machine):
+    model, plan = both
     for barrier in (False, True):
-        timeline = run(both, machine, barrier=barrier)
+        timeline = run((model, replace(plan, barrier=barrier)), machine)
         clips = {op.key.step: end for op, end in zip(timeline.ops, timeline.end, strict=True) if op.key.kind == "clip"}
         forward = {
             op.key.step: start
@@ -151,6 +152,13 @@ def test_a_later_put_starts_after_the_clip_before_it_or_with_a_barrier_after_eve
             if op.key.kind == "forward" and op.key.unit == 0 and op.key.piece == 0
         }
         assert all(forward[step + 1] >= clips[step] for step in (1, 2))
+        if barrier:
+            ends = [
+                (op.key.step, end)
+                for op, end in zip(timeline.ops, timeline.end, strict=True)
+                if op.key.kind in ("update", "write", "commit")
+            ]
+            assert all(forward[step + 1] >= end for step, end in ends if step < 3)
         assert len(timeline.step_ends) >= 3
 
 

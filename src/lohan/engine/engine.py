@@ -450,6 +450,9 @@ class Engine:
             joined.then(lambda _: states.release())
         return joined
 
+    def _barrier(self, op: Op) -> None:
+        """Only its waits matter."""
+
     def _evict(self, op: Op) -> None:
         assert op.source is not None
         self._buffers.pop(op.source).release()

@@ -98,13 +98,22 @@ def model_size(
     tokens: int = 0,
     input_bytes: int = 0,
     operators: Mapping[int, tuple[OperatorProfile, ...]] | None = None,
+    micro_batch_tokens: int = 0,
 ) -> ModelSize:
     """The numbers the plan works with, for `tokens` in a step and this size of a block's input in a micro-batch.
 
-    Forward FLOPs are 2 per parameter and token, none for embedding tables. `operators`: the heavy ones of each unit,
-    for one micro-batch, where they are known.
+    `operators`: the heavy ones of each unit, for one micro-batch of `micro_batch_tokens`, where they are known. Forward
+    FLOPs are theirs, attention included; elsewhere 2 per parameter and token, none for embedding tables.
     """
     known = operators or {}
+
+    def forward_flops(unit: int, layout: UnitLayout) -> float:
+        if known.get(unit):
+            return sum(operator.flops for operator in known[unit]) * tokens / micro_batch_tokens
+        if layout.spec.kind == "embedding":
+            return 0.0
+        return 2.0 * tokens * sum(p.num_elements for p in layout.spec.params if len(p.shape) >= 2)
+
     return ModelSize(
         tuple(
             UnitSize(
@@ -113,9 +122,7 @@ def model_size(
                 piece_weights_bytes=tuple(piece.weights_bytes for piece in layout.pieces.pieces),
                 state_bytes=tuple(piece.state_bytes for piece in layout.pieces.pieces),
                 num_parameters=layout.pieces.num_elements,
-                forward_flops=0.0
-                if layout.spec.kind == "embedding"
-                else 2.0 * tokens * sum(p.num_elements for p in layout.spec.params if len(p.shape) >= 2),
+                forward_flops=forward_flops(unit, layout),
                 input_bytes=input_bytes if layout.spec.kind == "block" else 0,
                 operators=known.get(unit, ()),
             )

@@ -1,13 +1,14 @@
 """From a model, a device and budgets to the Plan of a run, for micro-batches of one size.
 
 The numbers come from the model (rehearsed without data) and, if one is given, from the machine's profile; the decisions
-are plan/'s. Without a profile nothing is known about rates, so nothing is swapped for speed: block inputs wait in host
-memory and all the rest is computed again.
+are plan/'s. With a profile the planner makes the plan, counting pieces and memory as the engine has them. Without one
+nothing is known about rates, so nothing is swapped for speed: block inputs wait in host memory and all the rest is
+computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,22 +23,24 @@ from lohan.engine.layout import UnitLayout, model_size
 from lohan.engine.memory import hidden_size, host_budget
 from lohan.engine.settings import Settings
 from lohan.errors import PlanInfeasible
+from lohan.measure.model import profile_rehearsed
 from lohan.measure.rehearsal import Rehearsal, Unrehearsable, rehearse
 from lohan.models.units import Units
-from lohan.plan.activations import Activations, Room, choose
-from lohan.plan.fit import HostBudget, Wishes, fit_plan, staging_bytes, with_activations
+from lohan.plan.activations import Activations
+from lohan.plan.fit import HostBudget, Wishes, fit_plan, staging_bytes
 from lohan.plan.head import head_chunks_for
+from lohan.plan.memory import Budgets
 from lohan.plan.plan import ModelSize, Plan
-from lohan.profiles import MachineProfile
-from lohan.sim import simulate_steps
+from lohan.plan.planner import make_plan
+from lohan.plan.strategies import PUBLISHED
+from lohan.profiles import MachineProfile, ModelProfile
+from lohan.sim.paper import choose_activations
+from lohan.sim.run import simulate_steps
+from lohan.sim.sizes import with_fewer_pieces
 from lohan.sizes import format_bytes
 
 _LOGITS_SHARE = 8
 """The head is computed in chunks when its logits would take more than this part of the memory it computes in."""
-
-
-_MAX_SIMULATED = 1500
-"""Units times micro-batches up to which a choice is refined by simulating it: about 30 ms each at that size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,10 @@ class Planned:
     size: ModelSize
     budget: HostBudget
     plan: Plan
+    tokens: int
+    """Of the step it was made for."""
+
+    micro_batches: int
     needs: DeviceNeeds | None
     """Memory on a device of its own; None where it is not known."""
 
@@ -68,7 +75,8 @@ class Planning:
         head_chunks: int | None,
     ):
         self._model, self._units, self._layouts, self._device = model, units, layouts, device
-        self._settings, self._wishes, self._host_bytes, self._machine = settings, wishes, host_bytes, machine
+        self._settings, self._wishes, self._host_bytes, self.machine = settings, wishes, host_bytes, machine
+        """`machine` may be another one by the next plan."""
         self._head_chunks = head_chunks
         self._dtype = settings.compute(device.name)
         self._rehearsals: dict[tuple[int, int], Rehearsal | None] = {}
@@ -103,31 +111,76 @@ class Planning:
         limit = self._device.memory_budget
         if needs is not None and limit is not None and needs.total_bytes > limit:
             self._refuse(needs, limit, rows, tokens, num)
-        if self._machine is None or self._wishes.activations != Activations() or rehearsal is None:
-            return Planned(size=size, budget=budget, plan=plan, needs=needs)
-        # Room on the device is found by trying: what else lies there depends on what is kept.
-        room_on_device = 0 if needs is None or limit is None else limit - needs.total_bytes
-        for _ in range(4):
-            room = Room(device=max(0, room_on_device), host=self._host_room(size, budget, plan), ssd=1 << 60)
-            best = choose(size, plan, self._machine, room, micro_batches=num, predict=self._predictor(size, plan, num))
-            chosen = replace(fit_plan(size, budget, replace(wishes, activations=best.activations)), head_chunks=chunks)
-            needs = self._needs(rehearsal, chosen, rows * tokens, num)
-            if needs is None or limit is None or needs.total_bytes <= limit:
-                return Planned(size=size, budget=budget, plan=chosen, needs=needs)
-            room_on_device -= needs.total_bytes - limit + (limit >> 6)
-        return Planned(size=size, budget=budget, plan=plan, needs=self._needs(rehearsal, plan, rows * tokens, num))
+        base = Planned(size=size, budget=budget, plan=plan, tokens=all_tokens, micro_batches=num, needs=needs)
+        if self.machine is None or rehearsal is None or self._wishes.activations != Activations():
+            return base
+        if self._wishes.strategy in PUBLISHED:
+            return self._as_published(base, rehearsal, wishes, rows, tokens, limit) or base
+        if self._wishes.strategy == "lohan" and not (self._wishes.left_units or self._wishes.keep_nothing):
+            return self._planned(base, rehearsal, wishes, rows, tokens) or base
+        return base
 
-    def _predictor(self, size: ModelSize, plan: Plan, num: int) -> Callable[[Activations], float] | None:
-        """Seconds of a step by the simulator, where that takes less than a moment."""
-        machine = self._machine
-        if machine is None or len(size.units) * num > _MAX_SIMULATED:
+    def predict(self, planned: Planned) -> float | None:
+        """Seconds of a step by the simulator; None on a machine that was never measured."""
+        if self.machine is None:
             return None
+        size, plan = with_fewer_pieces(planned.size, planned.plan)
+        commit = self._wishes.commit_every == 1
+        num = planned.micro_batches
+        return simulate_steps(size, plan, self.machine, micro_batches=num, steps=3, commit=commit).seconds_per_step
 
-        def predict(activations: Activations) -> float:
-            changed = with_activations(size, plan, activations, num)
-            return simulate_steps(size, changed, machine, micro_batches=num, steps=3, commit=False).seconds_per_step
+    def _planned(self, base: Planned, rehearsal: Rehearsal, wishes: Wishes, rows: int, tokens: int) -> Planned | None:
+        """By the planner, with this model's own pieces and memory; None where it finds nothing that fits."""
+        assert self.machine is not None
+        num, wanted, device = wishes.micro_batches, self._wishes, self._device
+        limit = device.memory_budget
+        budgets = Budgets(
+            gpu_bytes=limit if limit is not None else self.machine.gpu_memory_bytes,
+            host_bytes=base.budget.total, host=base.budget,
+        )  # fmt: skip
+        # A machine that was measured as another device still has its drives and cores.
+        machine = replace(self.machine, separate_memory=device.separate_memory, gpus=1)
 
-        return predict
+        def device_bytes(plan: Plan) -> int:
+            needs = self._needs(rehearsal, plan, rows * tokens, num)
+            return 0 if needs is None else needs.total_bytes
+
+        try:
+            profile = self._profile(rehearsal, rows, tokens)
+            result = make_plan(
+                profile, machine, budgets, tokens_per_step=rows * tokens * num, micro_batch_size=rows,
+                clip=wanted.clip, versions=wanted.versions, commit_every=wanted.commit_every,
+                wire_bytes=self._settings.wire.itemsize, sizes=lambda profile, count: base.size,
+                head_chunks=base.plan.head_chunks, device_bytes=device_bytes,
+                spills=wanted.clip != "none",  # as the store is made
+            )  # fmt: skip
+        except (PlanInfeasible, Unrehearsable):
+            return None
+        return replace(base, plan=result.plan, needs=self._needs(rehearsal, result.plan, rows * tokens, num))
+
+    def _as_published(
+        self, base: Planned, rehearsal: Rehearsal, wishes: Wishes, rows: int, tokens: int, limit: int | None
+    ) -> Planned | None:
+        """The published system's choice of activations, in what its own slabs leave of RAM; None where it cannot be."""
+        assert self.machine is not None
+        bare = replace(base.plan, host_bytes=0, transit_slabs=0)
+        free = 0.97 * (base.budget.staging - staging_bytes(base.size, bare))
+        try:
+            profile = self._profile(rehearsal, rows, tokens)
+            choice = choose_activations(profile, self.machine, free_host_bytes=max(0.0, free))
+            wishes = replace(wishes, activations=Activations(inputs=choice.inputs, kept=choice.kept))
+            plan = replace(fit_plan(base.size, base.budget, wishes), head_chunks=base.plan.head_chunks)
+        except (PlanInfeasible, Unrehearsable):
+            return None
+        needs = self._needs(rehearsal, plan, rows * tokens, wishes.micro_batches)
+        if needs is not None and limit is not None and needs.total_bytes > limit:
+            return None
+        return replace(base, plan=plan, needs=needs)
+
+    def _profile(self, rehearsal: Rehearsal, rows: int, tokens: int) -> ModelProfile:
+        return profile_rehearsed(
+            self._model, self._units, rehearsal, rows=rows, tokens=tokens, dtype=self._dtype
+        )  # fmt: skip
 
     # -- numbers --------------------------------------------------------------------------------------
 
@@ -149,6 +202,7 @@ class Planning:
             operators.update({block + 1: kind.operators for block in kind.blocks})
         return model_size(
             self._layouts, tied=bool(self._units.tied), tokens=all_tokens, operators=operators,
+            micro_batch_tokens=tokens,
             input_bytes=tokens * hidden_size(self._model, self._units) * self._dtype.itemsize,
         )  # fmt: skip
 
@@ -174,15 +228,6 @@ class Planning:
             element_bytes=self._dtype.itemsize,
             tied_elements=sum(p.num_elements for p in self._units.embedding.params if p.name in self._units.tied),
         )  # fmt: skip
-
-    def _host_room(self, size: ModelSize, budget: HostBudget, plan: Plan) -> int:
-        """Host memory that is left for activations beside the least that a run needs."""
-        least = replace(
-            plan, host_bytes=0, weights_slabs=4, state_slabs=8, transit_slabs=0,
-            resident_weights=frozenset(u for u in plan.resident_weights if not size.units[u].weights_bytes),
-            resident_state=frozenset(u for u in plan.resident_state if not size.units[u].weights_bytes),
-        )  # fmt: skip
-        return max(0, budget.staging - staging_bytes(size, least))
 
     def _refuse(self, needs: DeviceNeeds, limit: int, rows: int, tokens: int, num: int) -> None:
         """A micro-batch that cannot fit is refused with the largest that can."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from lohan.plan.fit import HostBudget, Wishes, staging_bytes
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import Plan
 from lohan.plan.schedule import Key
+from lohan.plan.strategies import check_micro_batches, check_strategy
 from lohan.profiles import MachineProfile
 from lohan.sizes import parse_size
 from lohan.store import Arena, Files, Store
@@ -68,6 +69,13 @@ class StepResult:
     tokens: int
     seconds: float
     learning_rate: float
+
+
+class Replanned(NamedTuple):
+    """Predicted seconds of a step."""
+
+    before: float
+    after: float
 
 
 class Run:
@@ -110,6 +118,8 @@ class Run:
         self._engine: Engine | None = None
         self._owned = ExitStack()
         self._shape: tuple[int, ...] = ()
+        self._largest: list[MicroBatch] = []
+        """Micro-batches as the plan was made for, without content."""
         self._evaluations = 0
         saved = store.metadata
         self.step_number: int = saved["step"]
@@ -125,6 +135,7 @@ class Run:
         """One optimizer step over all micro-batches. `metadata` is kept with the step if it is committed."""
         started = time.perf_counter()
         self._check_alive()
+        check_micro_batches(self._wishes.strategy, len(micro_batches))
         self._trace.begin_step(started)
         engine = self._ready(micro_batches)
         number = self.step_number + 1
@@ -164,6 +175,22 @@ class Run:
         """Plan for micro-batches as large as these (only the labels' shapes count); smaller ones need no new plan."""
         self._check_alive()
         self._ready(micro_batches)
+
+    def plan_again(self, machine: MachineProfile, *, least_gain: float) -> Replanned | None:
+        """Between two steps: the plan for a machine that is not what it was, if it is predicted to pay.
+
+        None where it does not, by `least_gain` of a step, or nothing is planned yet. Any plan gives the same bits.
+        """
+        self._check_alive()
+        self._planning.machine = machine
+        if self._engine is None or self.planned is None:
+            return None
+        planned = self._planning.plan(self._largest)
+        before, after = (self._planning.predict(one) for one in (self.planned, planned))
+        if before is None or after is None or after >= before * (1 - least_gain):
+            return None
+        self._close_engine()
+        return Replanned(before, after)
 
     def rest(self) -> None:
         """Write down what is under way and give all memory back until the next step, which needs a plan again."""
@@ -213,7 +240,8 @@ class Run:
         """With clip: auto, guess that a step will not clip while few do."""
         if self._wishes.clip != "auto" or engine.plan.clip == "immediate":
             return
-        can_undo = self._wishes.versions >= 3 or (self._wishes.versions == 2 and self._commit_every == 1)
+        # A plan that defers has no memory for what a guess goes back to.
+        can_undo = self.plan is not None and self.plan.clip == "speculative"
         often = len(self._recent) >= 3 and sum(self._recent) > _MAX_CLIPPED_SHARE * len(self._recent)
         engine.change_clip("speculative" if can_undo and not often else "deferred")
 
@@ -238,6 +266,7 @@ class Run:
                 "Raise host_memory, or create the run again."
             )
         self.planned, self.plan, self._shape = planned, plan, shape
+        self._largest = [{"labels": torch.empty_like(batch["labels"], device="meta")} for batch in micro_batches]
         try:
             arena = Arena(staging_bytes(size, plan))
             self._owned.callback(arena.close)
@@ -498,8 +527,10 @@ def open_run(
     A run keeps what it needs of its model's folder, so going on with one does not need `model`. With `trace`, every
     step writes a file for https://ui.perfetto.dev into that folder; the last 20 are kept.
 
-    With the machine's profile (`machine`) the plan chooses which activations to keep, to send away or to compute again;
-    `activations` sets that by hand, `head_chunks` in how many parts the head's loss is computed.
+    With the machine's profile (`machine`) the planner decides which activations are kept, sent away or computed again,
+    what stays in memory and which updates are left; `activations` sets the first by hand, `head_chunks` in how many
+    parts the head's loss is computed. `strategy` is lohan, or for comparison lohan-paper, lohan-paper-naive,
+    separate-stage or in-memory: all give the same bits.
 
     The other arguments are fields of Settings: learning_rate, max_grad_norm, state_format and so on. On leaving, the
     last step is committed; after an error the run stays at its last commit. `store_files` is for tests: what the store
@@ -509,6 +540,7 @@ def open_run(
     directories = [Path(ssd)] if isinstance(ssd, (str, Path)) else [Path(d) for d in ssd]
     host_bytes = parse_size(host_memory, name="host_memory")
     gpu_bytes = None if gpu_memory is None else parse_size(gpu_memory, name="gpu_memory")
+    check_strategy(strategy)
     if commit_every < 1:
         raise ConfigError(f"commit_every is {commit_every}; 1 commits every step, 10 every tenth.")
     if device == "auto":

@@ -71,6 +71,13 @@ def profile_model(
         return make.on_paper(values, str(error))
 
 
+def profile_rehearsed(
+    model: nn.Module, units: Units, rehearsal: Rehearsal, *, rows: int, tokens: int, dtype: torch.dtype
+) -> ModelProfile:
+    """The profile of a model that is there and was rehearsed, for micro-batches of `rows` sequences of `tokens`."""
+    return _Make(model, units, rows, tokens, dtype, "this model").rehearsed(rehearsal)
+
+
 def _read(source: Any) -> tuple[dict[str, Any], str]:
     """The values of config.json, and what to call the model."""
     if isinstance(source, Mapping):

@@ -2,7 +2,7 @@
 
 rates, watch = RunRates(run, machine), DriftWatch(machine)
 out = run.step(micro_batches)
-for drift in watch.see(rates.after_step(out, len(micro_batches))):
+for drift in watch.see(rates.after_step(out)):
     say(drift.sentence)
 """
 
@@ -25,17 +25,15 @@ class RunRates:
         self._run, self._machine = run, machine
         self._planned: Planned | None = None
         self._work = StepWork(flops=0.0, parameters=0, installed=0)
-        self._tokens = 0
         self._busy: dict[str, float] = dict(run.busy_seconds)
         self._since = time.perf_counter()
 
-    def after_step(self, result: StepResult, num_micro_batches: int) -> dict[str, float]:
+    def after_step(self, result: StepResult) -> dict[str, float]:
         """This step's rates, by name; what it says nothing about is left out."""
         planned = self._run.planned
         if planned is not self._planned and planned is not None:
-            # A plan is made with the step that needs it, for that step's tokens; later steps may have fewer.
-            self._planned, self._tokens = planned, result.tokens
-            self._work = step_work(planned.size, planned.plan, num_micro_batches)
+            self._planned = planned
+            self._work = step_work(planned.size, planned.plan, planned.micro_batches)
         busy = self._run.busy_seconds
         # A new plan makes a new engine, whose clocks begin at 0.
         spent = {
@@ -43,7 +41,8 @@ class RunRates:
         }
         requests = [as_request(span) for span in self._run.drive_requests(self._since)]
         self._busy, self._since = busy, time.perf_counter()
-        share = result.tokens / self._tokens if self._tokens else 1.0
+        # A plan is made for the largest step; others have fewer tokens.
+        share = 1.0 if planned is None else result.tokens / planned.tokens
         work = replace(
             self._work, flops=self._work.flops * share, parameters=0 if result.skipped else self._work.parameters
         )

@@ -9,7 +9,7 @@ checked against the budgets in full. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.stage_work import Moved, moved_by, weights_work
 from lohan.plan.staging import Order, Short, Staging
 from lohan.profiles import MachineProfile, ModelProfile
+
+DeviceBytes = Callable[[Plan], int]
 
 LEFT_EIGHTHS = (0, 1, 2, 3, 4)
 """Of the blocks' updates, what may be left for the next forward. More than half only moves the wait."""
@@ -54,8 +56,15 @@ class Case:
 
     versions: int = 2
     commit_every: int = 1
-    strategy: str = "lohan"
     wire_bytes: int = 2
+    head_chunks: int | None = None
+    """None: as many as the logits' size asks for."""
+
+    spills: bool = True
+    """Whether there is room on the drives for gradients that are held."""
+
+    device_bytes: DeviceBytes | None = None
+    """Who knows better than plan.memory what a plan takes on the device."""
 
 
 class _Amount(NamedTuple):
@@ -167,7 +176,7 @@ class Finder:
     def _lefts(self, thorough: bool) -> list[Plan]:
         """With none and with more and more updates left for the next forward."""
         case = self.case
-        if case.clip == "deferred" or case.strategy != "lohan" or not case.machine.drives:
+        if case.clip == "deferred" or not case.machine.drives:
             return [self._least]
         counts = dict.fromkeys(len(self._blocks) * eighths // 8 for eighths in LEFT_EIGHTHS)
         if thorough and len(self._blocks) <= 8:
@@ -221,9 +230,6 @@ class Finder:
         case = self.case
         device = self._device_room if on_device else 0
         room = Room(device=device, host=host // case.machine.gpus, ssd=self._ssd_room())
-        if not case.machine.separate_memory:
-            slack = host_budget_of(case.profile, self._least, 0).slack
-            room = Room(device=int(host / slack), host=0, ssd=self._ssd_room())
         if room not in self._along:
             count = sum(len(unit.operators) for unit in case.model.units)
             found = points(
@@ -250,11 +256,10 @@ class Finder:
         case, model = self.case, self.case.model
         separate = case.machine.separate_memory
         plan = Plan(
-            strategy=case.strategy, separate_memory=separate, clip=case.clip, head_chunks=self._head_chunks(),
-            separate_stage=case.strategy == "separate-stage",
+            separate_memory=separate, clip=case.clip, head_chunks=self._head_chunks(),
         )  # fmt: skip
         short: Short | None = None
-        for tier in ("host" if separate else "device", "ssd") if case.machine.drives else ("host",):
+        for tier in ("host", "ssd") if case.machine.drives else ("host",):
             inputs = tuple(tier if unit.kind == "block" else "device" for unit in model.units)
             least = self._staging.least(self._place(plan, Activations(inputs=inputs)))
             if not case.machine.drives:
@@ -267,6 +272,8 @@ class Finder:
 
     def _head_chunks(self) -> int:
         case = self.case
+        if case.head_chunks is not None:
+            return case.head_chunks
         memory = case.budgets.gpu_bytes if case.machine.separate_memory else case.budgets.host_bytes
         words = case.profile.vocabulary
         return head_chunks_for(case.profile.tokens, words, max(memory // _LOGITS_SHARE, 16 * words)) if words else 1
@@ -274,15 +281,19 @@ class Finder:
     def _misfit(self, plan: Plan) -> Short | None:
         """The budget this plan breaks, if any."""
         case, budgets = self.case, self.case.budgets
-        parts = device_use(case.profile, plan, case.micro_batches, wire_bytes=case.wire_bytes)
-        if sum(parts.values()) > budgets.gpu_bytes and plan.separate_memory:
-            return Short("gpu_memory", sum(parts.values()), budgets.gpu_bytes, max(parts, key=lambda name: parts[name]))
+        if plan.separate_memory:
+            parts = device_use(case.profile, plan, case.micro_batches, wire_bytes=case.wire_bytes)
+            used = sum(parts.values()) if case.device_bytes is None else case.device_bytes(plan)
+            if used > budgets.gpu_bytes:
+                return Short("gpu_memory", used, budgets.gpu_bytes, max(parts, key=lambda name: parts[name]))
         if not case.machine.drives:
             plan = self._staging.resident(plan)
         need = self._staging.total(plan) + budgets.host_bytes - self._free(plan)
         if need > budgets.host_bytes:
             what = "slabs, activations and computing" if case.machine.drives else "everything, for there is no drive"
             return Short("host_memory", need, budgets.host_bytes, what)
+        if plan.gradients_on_ssd and not case.spills:
+            return Short("host_memory", need + 1, budgets.host_bytes, "gradients that are held")
         if budgets.ssd_bytes is not None and case.machine.drives:
             batches = case.micro_batches * case.machine.gpus
             on_ssd = sum(ssd_use(case.model, plan, batches, versions=case.versions).values())
@@ -293,7 +304,7 @@ class Finder:
     def _free(self, plan: Plan) -> int:
         """RAM for staging: without what computing takes, on `cpu` without the activations that wait."""
         case = self.case
-        budget = host_budget_of(case.profile, plan, case.budgets.host_bytes, wire_bytes=case.wire_bytes)
+        budget = host_budget_of(case.profile, plan, case.budgets, wire_bytes=case.wire_bytes)
         if plan.separate_memory:
             return budget.staging
         return budget.staging - heap_bytes(case.model, plan, case.micro_batches, budget)

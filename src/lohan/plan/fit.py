@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from lohan.errors import PlanInfeasible
 from lohan.plan.activations import Activations
 from lohan.plan.plan import ModelSize, Plan
+from lohan.plan.strategies import PUBLISHED, RULES
 from lohan.sizes import format_bytes
 
 PAGE_BYTES = 4096
@@ -85,18 +86,22 @@ def undo_bytes(model: ModelSize, plan: Plan) -> int:
 
 def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
     """The plan of a run, or PlanInfeasible with the budget that would do."""
-    empty = frozenset(u for u, unit in enumerate(model.units) if not unit.weights_bytes)
+    in_memory = wishes.strategy == "in-memory"
+    stays = frozenset(u for u, unit in enumerate(model.units) if in_memory or not unit.weights_bytes)
     plan = Plan(
         strategy=wishes.strategy,
         separate_memory=wishes.separate_memory,
-        resident_weights=empty,
-        resident_state=empty,
-        separate_stage=wishes.strategy == "separate-stage",
+        resident_weights=stays,
+        resident_state=stays,
         left_units=_spread(model, wishes.left_units),
         weights_slabs=3,
         state_slabs=2,
         gradient_slabs=2,
+        **RULES[wishes.strategy],
     )
+    if plan.blocks_in_flight:
+        whole = max(len(unit.trained_pieces) for unit in model.units)
+        plan = replace(plan, state_slabs=max(2, plan.blocks_in_flight * whole))
     plan = with_activations(model, plan, wishes.activations, wishes.micro_batches)
     on_device = waiting_bytes(model, plan, wishes.micro_batches, tier="device")
     waiting = 0 if plan.separate_memory else round(on_device * budget.slack)
@@ -117,7 +122,7 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         in_ram = replace(plan, gradient_slabs=trained + 1)
         fits = staging_bytes(model, in_ram) <= free and not wishes.keep_nothing
         plan = in_ram if fits else replace(plan, gradients_on_ssd=True, gradient_slabs=3)
-    needed = staging_bytes(model, plan)
+    needed = staging_bytes(model, plan) + undo_bytes(model, plan)
     if needed > free:
         activations = waiting + plan.host_bytes + plan.transit_slabs * plan.transit_bytes
         least = needed + budget.compute + waiting
@@ -136,9 +141,11 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         {"gradient_slabs": plan.gradient_slabs + 1},
     ):
         candidate = replace(plan, **better)  # type: ignore[arg-type]
-        if staging_bytes(model, candidate) <= free:
+        if "state_slabs" in better and plan.blocks_in_flight:
+            continue  # as many as a whole unit needs, and never more under way
+        if staging_bytes(model, candidate) + undo_bytes(model, candidate) <= free:
             plan = candidate
-    return plan if wishes.keep_nothing else _keep_in_memory(model, plan, free)
+    return plan if wishes.keep_nothing or wishes.strategy in PUBLISHED else _keep_in_memory(model, plan, free)
 
 
 def waiting_bytes(model: ModelSize, plan: Plan, micro_batches: int, *, tier: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lohan.errors import PlanInfeasible
 from lohan.plan.candidates import Case
@@ -80,4 +80,7 @@ def _enough(
 
 def _with(request: Request, budget: str, num_bytes: int) -> Request:
     name = {"gpu_memory": "gpu_bytes", "host_memory": "host_bytes", "ssd": "ssd_bytes"}[budget]
-    return replace(request, budgets=replace(request.budgets, **{name: num_bytes}))
+    changes: dict[str, Any] = {name: num_bytes}
+    if budget == "host_memory" and request.budgets.host is not None:
+        changes["host"] = replace(request.budgets.host, total=num_bytes)
+    return replace(request, budgets=replace(request.budgets, **changes))

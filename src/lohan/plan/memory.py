@@ -18,8 +18,8 @@ from lohan.profiles import MachineProfile, ModelProfile
 DEVICE_RESERVE_BYTES = 600_000_000
 """Of a GPU's memory, left to the driver's context and the allocator's rounding. Picked by feel."""
 
-_OVERHEAD_BYTES = 48 << 20
-_ALLOCATOR_SLACK = 1.3
+_OVERHEAD_BYTES = 64 << 20
+_ALLOCATOR_SLACK = 2.0
 """Both as engine/memory.py has them."""
 
 
@@ -31,6 +31,9 @@ class Budgets:
     host_bytes: int
     ssd_bytes: int | None = None
     """None: as much as it needs."""
+
+    host: HostBudget | None = None
+    """host_bytes, split between staging and computing by who knows the model better than its profile does."""
 
 
 def budgets_of(machine: MachineProfile) -> Budgets:
@@ -80,8 +83,11 @@ def device_use(profile: ModelProfile, plan: Plan, micro_batches: int, *, wire_by
     return always | max(stages, key=lambda stage: sum(stage.values()))
 
 
-def host_budget_of(profile: ModelProfile, plan: Plan, host_bytes: int, *, wire_bytes: int = 2) -> HostBudget:
+def host_budget_of(profile: ModelProfile, plan: Plan, budgets: Budgets, *, wire_bytes: int = 2) -> HostBudget:
     """RAM, split between staging and what computing takes outside of it."""
+    if budgets.host is not None:
+        return budgets.host
+    host_bytes = budgets.host_bytes
     largest = max((max(unit.tensor_elements, default=0) for unit in profile.units), default=0) * 4
     if plan.separate_memory:
         return HostBudget(total=host_bytes, compute=_OVERHEAD_BYTES + largest)

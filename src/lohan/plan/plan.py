@@ -97,7 +97,18 @@ class Plan:
     """Gradients that must be held wait on SSD because RAM cannot hold them."""
 
     separate_stage: bool = False
-    """For comparison: no update before backward is over, no forward before the last update is."""
+    """For comparison: no update before backward is over."""
+
+    barrier: bool = False
+    """For comparison: a step begins when everything of the step before is done. Updates that wait for the norm are a
+    stage of their own then, between two steps."""
+
+    blocks_in_flight: int = 0
+    """For comparison: units whose state is in host memory at once, each read whole, then updated, then written. 0: as
+    many pieces of it as there are slabs, each on its own way."""
+
+    device_waits: bool = False
+    """For comparison: a gradient's arrival starts the reading of its state, and the device waits for the update."""
 
     weights_slabs: int = 4
     """Units in flight between SSD and device. Three is the least that cannot stall itself: one being computed

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lohan.errors import ConfigError
-from lohan.plan.candidates import Candidate, Case, Finder
+from lohan.plan.candidates import Candidate, Case, DeviceBytes, Finder
 from lohan.plan.infeasible import refuse
 from lohan.plan.memory import Budgets, budgets_of, device_use, host_budget_of, host_use, ssd_use
 from lohan.plan.predict import predict
@@ -62,20 +62,22 @@ def make_plan(
     commit_every: int = 1,
     state_bytes_per_parameter: float = STATE_BYTES_PER_PARAMETER,
     wire_bytes: int = 2,
-    strategy: str = "lohan",
     sizes: SizeFactory | None = None,
+    head_chunks: int | None = None,
+    spills: bool = True,
+    device_bytes: DeviceBytes | None = None,
 ) -> PlanResult:
     """The plan with the least seconds per token, or PlanInfeasible with what would fit.
 
     `profile` is of one sequence (or of any micro-batch whose multiples are wanted); its sequence length is taken.
-    Without `tokens_per_step` it is chosen. `clip` is none, auto, deferred or speculative. `sizes` is for those who know
-    the model's pieces better than its profile does.
+    Without `tokens_per_step` it is chosen. `clip` is none, auto, deferred or speculative. `sizes`, `device_bytes` and
+    `budgets.host` are for those who know the model's pieces and memory better than its profile does: the engine.
     """
     request = Request(
         profile=profile, machine=machine, budgets=budgets or budgets_of(machine), tokens_per_step=tokens_per_step,
         micro_batch_size=micro_batch_size, max_tokens_per_step=max_tokens_per_step, clip=clip, versions=versions,
         commit_every=commit_every, state_bytes_per_parameter=state_bytes_per_parameter, wire_bytes=wire_bytes,
-        strategy=strategy, sizes=sizes,
+        sizes=sizes, head_chunks=head_chunks, spills=spills, device_bytes=device_bytes,
     )  # fmt: skip
     return plan_for(request)
 
@@ -95,10 +97,6 @@ def _check(request: Request) -> None:
     if request.clip == "speculative" and not _can_undo(request):
         raise ConfigError(
             f"clip: speculative needs versions: 3 when only every {request.commit_every}th step is committed."
-        )
-    if request.strategy not in ("lohan", "separate-stage"):
-        raise ConfigError(
-            f"strategy {request.strategy!r} is not planned but simulated as published: lohan.sim.strategies."
         )
     size = request.micro_batch_size
     if size is not None and (size < 1 or size % request.profile.micro_batch_size):
@@ -242,8 +240,9 @@ class _Search:
         return [
             Case(
                 profile=profile, model=model, machine=request.machine, budgets=request.budgets, micro_batches=count,
-                clip=mode, versions=request.versions, commit_every=request.commit_every, strategy=request.strategy,
-                wire_bytes=request.wire_bytes,
+                clip=mode, versions=request.versions, commit_every=request.commit_every,
+                wire_bytes=request.wire_bytes, head_chunks=request.head_chunks, spills=request.spills,
+                device_bytes=request.device_bytes,
             )
             for mode in modes
         ]  # fmt: skip
@@ -291,7 +290,7 @@ class _Search:
 
     def _result(self, found: _Found, notes: tuple[str, ...]) -> PlanResult:
         case, plan, timeline = found.case, found.candidate.plan, found.timeline
-        budget = host_budget_of(case.profile, plan, case.budgets.host_bytes, wire_bytes=case.wire_bytes)
+        budget = host_budget_of(case.profile, plan, case.budgets, wire_bytes=case.wire_bytes)
         lanes = timeline.busy_seconds() | {"ssd": timeline.drive_seconds()}
         return PlanResult(
             plan=plan,

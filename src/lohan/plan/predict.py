@@ -11,6 +11,7 @@ from lohan.plan.schedule import Scheduler
 from lohan.sim.op import AnyOp
 from lohan.sim.rewrite import with_several_devices
 from lohan.sim.run import simulate
+from lohan.sim.sizes import with_fewer_pieces
 from lohan.sim.strategies import Calibration
 from lohan.sim.timeline import Timeline
 
@@ -20,7 +21,8 @@ _GROUPS = 2
 
 def predict(case: Case, plan: Plan, *, detailed: bool = True, steps: int = 3) -> Timeline:
     """Some steps of the plan; in less detail with micro-batches in a few groups."""
-    count, model = case.micro_batches, case.model
+    model, plan = with_fewer_pieces(case.model, plan)
+    count = case.micro_batches
     if not detailed and count > _GROUPS:
         groups = next(groups for groups in range(_GROUPS, 0, -1) if count % groups == 0)
         model, count = _grouped(model, count // groups), groups

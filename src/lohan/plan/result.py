@@ -74,5 +74,7 @@ class Request:
     commit_every: int
     state_bytes_per_parameter: float
     wire_bytes: int
-    strategy: str
     sizes: SizeFactory | None
+    head_chunks: int | None
+    spills: bool
+    device_bytes: Callable[[Plan], int] | None

@@ -17,6 +17,9 @@ update computes.
     update     read_state -> update -> write
     held       spill -> read_gradient (only when gradients wait on SSD)
 
+Systems we compare with add waits, not operations: a barrier between steps, a unit's state read, updated and written as
+a whole, a device that waits for updates. They are fields of the Plan like all the rest.
+
 Pure: no torch, no files, no clock. The same calls give the same lists.
 """
 
@@ -50,6 +53,7 @@ _LANE = {
     "begin": "ssd_write",
     "rollback": "ssd_write",
     "commit": "ssd_write",
+    "barrier": "",
     "evict": "",
 }
 
@@ -112,6 +116,12 @@ class Scheduler:
         """What it computes, in order."""
         self._last_out: list[Key] = []
         """The last to leave the device for SSD."""
+        self._last_commit: list[Key] = []
+        self._barrier: Key | None = None
+        """What the step being scheduled begins behind, and the lanes that know it already."""
+        self._behind_barrier: set[str] = set()
+        self._in_flight: list[list[Key]] = []
+        """Of units updated last, what ends the stay of their state in host memory; one entry for each unit."""
 
     # -- one step -------------------------------------------------------------------------------------
 
@@ -121,6 +131,8 @@ class Scheduler:
         self._micro_batches, self._computes, self._last_out = micro_batches, [], []
         head = len(units) - 1
         self._accept()
+        if plan.barrier:
+            self._stand_still(step)
         left, left_step = self._left, self._left_step
         if not left:
             self._add(Key(step, "begin"))
@@ -150,7 +162,15 @@ class Scheduler:
         self._left_step, self._left_commit = step, commit
         if commit and not self._left and plan.clip != "speculative":
             self._commit(step)
+        self._barrier = None
         return self._take()
+
+    def _stand_still(self, step: int) -> None:
+        """What the step before left is done first; nothing of this one begins before all of it is."""
+        self._finish_left()
+        self._accept()
+        done = [*self._last_update.values(), *self._last_write.values(), *self._last_commit]
+        self._barrier, self._behind_barrier = self._add(Key(step, "barrier"), done), set()
 
     def settle(self, step: int, *, redo: bool, skip: bool) -> list[Op]:
         """After a speculative step: its norm is known. Keep its updates, redo them with the clip, or drop them.
@@ -200,13 +220,16 @@ class Scheduler:
 
     def drain(self) -> list[Op]:
         """Whatever the last step left, now, without a next forward."""
+        self._finish_left()
+        self._accept()
+        return self._take()
+
+    def _finish_left(self) -> None:
         if self._left:
             self._commits = self._left_commit
             for unit in self._left:
                 self._update(self._left_step, unit, "u")
             self._end_left()
-        self._accept()
-        return self._take()
 
     def evaluate(self, step: int, *, micro_batches: int = 1) -> list[Op]:
         """Forward only, on what training has made so far. `step` only has to be a number of its own."""
@@ -345,6 +368,9 @@ class Scheduler:
                 waits.append(Key(step, "to_gpu", unit, -1, "b"))
             elif source is not None:
                 waits.append(source)
+        if plan.device_waits:
+            updates = [self._last_update.get((unit + 1, p)) for p in self.model.units[unit + 1].trained_pieces]
+            waits += [key for key in updates if key is not None and key.step == step]
         above = unit + plan.device_units
         if plan.separate_memory and above < len(self.model.units) and self._trained(above):
             waits.append(Key(step, "gradient", above))  # room on the device for this one's
@@ -414,9 +440,11 @@ class Scheduler:
         """
         plan, size = self.plan, self.model.units[unit]
         before = list(extra)
+        room = list(extra)
         if phase == "b":
             before.append(Key(step, "gradient", unit) if plan.separate_memory else self._computed(step, unit))
             gradient = self._gradient[unit]
+            room += before if plan.device_waits else []
         else:
             if phase == "u":
                 before.append(Key(step, "clip"))
@@ -432,26 +460,34 @@ class Scheduler:
                 source = self._read_weights(step, unit, phase, extra)
         if source is not None:
             before.append(source)
+        reads: dict[int, Key] = {}
         updates: list[Key] = []
         writes: list[Key] = []
+        whole = plan.blocks_in_flight > 0
+        if whole and len(self._in_flight) >= plan.blocks_in_flight:
+            room += self._in_flight[-plan.blocks_in_flight]
+        for piece in size.trained_pieces if unit not in plan.resident_state else ():
+            earlier = [self._last_write[unit, piece]] if (unit, piece) in self._last_write else []
+            state = Key(step, "read_state", unit, piece, phase)
+            reads[piece] = self._add(state, [*earlier, *room], num_bytes=size.state_bytes[piece])
         for piece in size.trained_pieces:
             waits = list(before)
-            earlier = [self._last_write[unit, piece]] if (unit, piece) in self._last_write else []
-            if unit in plan.resident_weights:
-                waits += earlier  # a write still reading what this update changes
-            if unit not in plan.resident_state:
-                state = Key(step, "read_state", unit, piece, phase)
-                waits.append(self._add(state, [*earlier, *extra], num_bytes=size.state_bytes[piece]))
+            if unit in plan.resident_weights and (unit, piece) in self._last_write:
+                waits.append(self._last_write[unit, piece])  # a write still reading what this update changes
+            waits += reads.values() if whole else [reads[piece]] if piece in reads else []
             key = Key(step, "update", unit, piece, phase)
             updates.append(self._add(key, waits, source=source, gradient=gradient, num_bytes=size.state_bytes[piece]))
             self._last_update[unit, piece] = key
+        for piece, key in zip(size.trained_pieces, updates, strict=True):
             if self._commits or unit not in plan.resident_state:
                 moved = 0 if unit in plan.resident_state and not self._commits else size.state_bytes[piece]
                 if self._commits or unit not in plan.resident_weights:
                     moved += size.piece_weights_bytes[piece]
                 write = Key(step, "write", unit, piece, phase)
-                writes.append(self._add(write, [key], source=source, num_bytes=moved))
+                writes.append(self._add(write, updates if whole else [key], source=source, num_bytes=moved))
                 self._last_write[unit, piece] = write
+        if whole:
+            self._in_flight = [*self._in_flight, writes or updates][-plan.blocks_in_flight :]
         if phase != "b" and plan.gradients_on_ssd:
             self._evict(gradient, updates)
         else:
@@ -469,7 +505,7 @@ class Scheduler:
 
     def _commit(self, step: int) -> None:
         written = [key for key in self._last_write.values() if key.step == step]
-        self._add(Key(step, "commit"), [Key(step, "clip"), *written])
+        self._last_commit = [self._add(Key(step, "commit"), [Key(step, "clip"), *written])]
 
     def _read_weights(self, step: int, unit: int, phase: str, extra: tuple[Key, ...] = ()) -> Key:
         written = [
@@ -506,6 +542,10 @@ class Scheduler:
         num_bytes: int = 0,
         flops: float = 0.0,
     ) -> Key:
+        lane = _LANE[key.kind]
+        if self._barrier is not None and lane and lane not in self._behind_barrier:
+            self._behind_barrier.add(lane)  # all that follows on this lane comes later anyway
+            waits = [*waits, self._barrier]
         self._ops.append(Op(key, tuple(dict.fromkeys(waits)), source, gradient, num_bytes, flops))
         return key
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from lohan.plan.schedule import Key
 from lohan.sim.op import AnyOp, SimOp
 
 
@@ -41,27 +40,6 @@ def with_several_devices(ops: Sequence[AnyOp], *, gpus: int, bytes_per_second: f
             result.append(copy_op(op, seconds=moved / bytes_per_second))
         elif op.key.kind in ("act_write", "act_read"):
             result.append(copy_op(op, num_bytes=op.num_bytes * gpus))
-        else:
-            result.append(op)
-    return result
-
-
-def with_waiting_device(ops: Sequence[AnyOp]) -> list[AnyOp]:
-    """Naive order: a gradient's arrival starts the reading of its state, and the device waits for the update.
-
-    Only the write is left to itself.
-    """
-    updates: dict[int, list[Key]] = {}
-    for op in ops:
-        if op.key.kind == "update" and op.key.phase == "b":
-            updates.setdefault(op.key.unit, []).append(op.key)
-    result: list[AnyOp] = []
-    for op in ops:
-        key = op.key
-        if key.kind == "backward":
-            result.append(copy_op(op, waits=(*op.waits, *updates.get(key.unit + 1, ()))))
-        elif key.kind == "read_state" and key.phase == "b":
-            result.append(copy_op(op, waits=(*op.waits, Key(key.step, "gradient", key.unit))))
         else:
             result.append(op)
     return result

@@ -56,7 +56,6 @@ def simulate_steps(
     micro_batches: int = 1,
     steps: int = 4,
     commit: bool = True,
-    barrier: bool = False,
     norm_share: float | None = None,
 ) -> Timeline:
     """Several training steps of the engine's own Schedule; speculative steps keep what they guessed."""
@@ -66,7 +65,7 @@ def simulate_steps(
         puts.append(scheduler.step(step, commit=commit, micro_batches=micro_batches))
         if plan.clip == "speculative":
             puts.append(scheduler.settle(step, redo=False, skip=False))
-    return simulate(puts, machine, model=model, plan=plan, barrier=barrier, norm_share=norm_share)
+    return simulate(puts, machine, model=model, plan=plan, norm_share=norm_share)
 
 
 def simulate(
@@ -80,7 +79,8 @@ def simulate(
 ) -> Timeline:
     """Run lists of operations, as they would be put on the lanes call by call.
 
-    `barrier`: a put starts when everything before it is done, instead of when the last clip before it is.
+    `barrier`: a put starts when everything before it is done, instead of when the last clip before it is. It is for
+    operations that are not the Schedule's; the Schedule's own barrier is one of its waits.
     `norm_share`: of an update's time, what the norm of the same gradient takes; None: as measured, or NORM_SHARE.
     """
     ops = [op for put in puts for op in put]

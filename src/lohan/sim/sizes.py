@@ -6,10 +6,11 @@ it need them: a unit in `max_pieces` pieces overlaps its reading, updating and w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from lohan.plan.pieces import PIECE_ELEMENTS
-from lohan.plan.plan import ModelSize, UnitSize
+from lohan.plan.plan import ModelSize, Plan, UnitSize
 from lohan.profiles import ModelProfile, UnitProfile
 
 MAX_PIECES = 8
@@ -52,3 +53,29 @@ def _size_unit(
         input_bytes=unit.input_bytes,
         operators=unit.operators,
     )
+
+
+def with_fewer_pieces(model: ModelSize, plan: Plan, max_pieces: int = MAX_PIECES) -> tuple[ModelSize, Plan]:
+    """Units of many pieces in at most so many, and slabs for as much state: 70B has 70,000 pieces."""
+    if max(len(unit.state_bytes) for unit in model.units) <= max_pieces:
+        return model, plan
+    made: dict[int, UnitSize] = {}
+    for unit in model.units:
+        if id(unit) not in made:
+            made[id(unit)] = _with_fewer(unit, max_pieces)
+    coarse = replace(model, units=tuple(made[id(unit)] for unit in model.units))
+    piece, larger = (
+        max((max(unit.state_bytes, default=0) for unit in one.units), default=0) for one in (model, coarse)
+    )
+    slabs = max(2, plan.state_slabs * piece // max(larger, 1), plan.blocks_in_flight * max_pieces)
+    return coarse, replace(plan, state_slabs=slabs)
+
+
+def _with_fewer(unit: UnitSize, max_pieces: int) -> UnitSize:
+    count = min(max_pieces, len(unit.state_bytes))
+    bounds = [len(unit.state_bytes) * part // count for part in range(count + 1)] if count else [0]
+    weights, state = (
+        tuple(sum(sizes[low:high]) for low, high in pairwise(bounds))
+        for sizes in (unit.piece_weights_bytes, unit.state_bytes)
+    )
+    return replace(unit, piece_weights_bytes=weights, state_bytes=state)

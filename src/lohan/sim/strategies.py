@@ -17,12 +17,13 @@ from dataclasses import dataclass, field, replace
 from lohan.errors import ConfigError
 from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import Scheduler
+from lohan.plan.strategies import RULES
 from lohan.profiles import DriveProfile, MachineProfile, ModelProfile, OperatorProfile, UnitProfile
 from lohan.sim.baselines import flashneuron_step, g10_step
 from lohan.sim.memory import Needs, memory_needs, paper_free_host_bytes
 from lohan.sim.op import AnyOp
 from lohan.sim.paper import choose_activations
-from lohan.sim.rewrite import with_several_devices, with_waiting_device
+from lohan.sim.rewrite import with_several_devices
 from lohan.sim.run import NORM_SHARE, simulate
 from lohan.sim.sizes import size_model
 from lohan.sim.timeline import Timeline
@@ -58,7 +59,7 @@ class Calibration:
     """Summing gradients of several devices in host memory. Calibrated: benchmarks/results/2026-11-16_published.md"""
 
     blocks_in_flight: int = 1
-    """Blocks whose state is in host memory at once; with one, its reading, updating and writing follow each other."""
+    """Blocks whose state is in host memory at once: as Plan.blocks_in_flight, where a strategy limits it."""
 
     def apply(self, machine: MachineProfile) -> MachineProfile:
         array = machine.array_bytes_per_second
@@ -131,17 +132,16 @@ def build_scenario(
         # Everybody else takes a step's batch as one.
         whole = scale_batch(profile, num_micro_batches)
         model = size_model(whole, max_pieces=1)
-        plan = replace(_plan_of(strategy, model, whole, machine, needs), state_slabs=calibration.blocks_in_flight)
-        barrier, norm_share = True, 0.0
-        if strategy in ("flashneuron", "g10"):
+        plan = _plan_of(strategy, model, whole, machine, needs, calibration.blocks_in_flight)
+        # Those of the Schedule have their barrier from the Plan.
+        barrier, norm_share = strategy in ("flashneuron", "g10"), 0.0
+        if barrier:
             build = flashneuron_step if strategy == "flashneuron" else g10_step
             puts = [build(whole, model, step) for step in range(1, steps + 1)]
         else:
             # A step is not a checkpoint there, where nothing lives on SSD.
             commit = strategy not in ("zero-offload", "in-memory")
             puts = _steps(Scheduler(model, plan), steps, commit=commit)
-            if strategy == "lohan-paper-naive":
-                puts = [with_waiting_device(put) for put in puts]
     if machine.gpus > 1:
         rate = calibration.exchange_bytes_per_second
         puts = [with_several_devices(put, gpus=machine.gpus, bytes_per_second=rate) for put in puts]
@@ -197,17 +197,23 @@ def _steps(scheduler: Scheduler, steps: int, *, micro_batches: int = 1, commit: 
     return puts
 
 
-def _plan_of(strategy: str, model: ModelSize, profile: ModelProfile, machine: MachineProfile, needs: Needs) -> Plan:
+def _plan_of(
+    strategy: str, model: ModelSize, profile: ModelProfile, machine: MachineProfile, needs: Needs, in_flight: int
+) -> Plan:
     units = frozenset(range(len(model.units)))
+    rules = RULES.get(strategy, {"barrier": True, "blocks_in_flight": 1})
+    if rules.get("blocks_in_flight"):
+        rules = rules | {"blocks_in_flight": in_flight}
     # What lies between blocks waits in RAM and everything inside is recomputed, unless LoHan's time model says better.
     base = Plan(
-        strategy=strategy, separate_memory=True, inputs=_inputs(model), weights_slabs=3, state_slabs=1, gradient_slabs=2
-    )
+        strategy=strategy, separate_memory=True, inputs=_inputs(model), weights_slabs=3, state_slabs=in_flight,
+        gradient_slabs=2, **rules,
+    )  # fmt: skip
     if strategy in ("lohan-paper", "lohan-paper-naive", "separate-stage"):
         choice = choose_activations(profile, machine, free_host_bytes=paper_free_host_bytes(needs, machine))
         base = replace(base, inputs=choice.inputs, kept=choice.kept)
     if strategy == "separate-stage":
-        return replace(base, separate_stage=True, gradient_slabs=len(units) + 1)
+        return replace(base, gradient_slabs=len(units) + 1)
     if strategy == "zero-infinity":
         return replace(base, separate_stage=True, gradients_on_ssd=True, gradient_slabs=3)
     if strategy == "zero-offload":

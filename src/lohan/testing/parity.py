@@ -29,6 +29,7 @@ from lohan.optim import LossScale
 from lohan.plan.activations import Activations
 from lohan.plan.fit import fit_plan
 from lohan.plan.plan import ModelSize, Plan
+from lohan.plan.strategies import ENGINE_STRATEGIES, ONE_MICRO_BATCH
 from lohan.store import Files
 from lohan.testing import zoo
 from lohan.testing.late_files import LateFiles, QuickFiles
@@ -242,7 +243,8 @@ class Case:
 
     @property
     def makes_sense(self) -> bool:
-        return self.gradients == "ram" or self.holds_gradients
+        as_one = self.strategy in ONE_MICRO_BATCH and self.micro_batches > 1
+        return (self.gradients == "ram" or self.holds_gradients) and not as_one
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -256,7 +258,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "memory": ("nothing", "some", "all"),
     "gradients": ("ram", "ssd"),
     "left_units": (0, 2),
-    "strategy": ("lohan", "separate-stage"),
+    "strategy": ENGINE_STRATEGIES,
     "optimizer": ("adamw", "adam", "sgd"),
     "frozen": tuple(FROZEN),
     "schedule": tuple(SCHEDULES),
@@ -329,9 +331,10 @@ def pairwise_cover(seed: int = 0) -> list[Case]:
 
 
 def _can_meet(given: dict[str, Any]) -> bool:
-    if given.get("gradients") != "ssd":
-        return True
-    others = {"clip": "deferred", "precision": "fp16 fp32", "left_units": 2, "strategy": "separate-stage"}
+    """With values of the others that forbid nothing, beside which a gradient is held."""
+    others: dict[str, Any] = {"micro_batches": 1, "clip": "deferred", "precision": "fp16 fp32", "left_units": 2}
+    if given.get("strategy") in ONE_MICRO_BATCH and given.get("micro_batches", 1) > 1:
+        return False
     return Case(**{**others, **given}).makes_sense
 
 

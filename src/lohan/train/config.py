@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lohan.errors import ConfigError
+from lohan.plan.strategies import ENGINE_STRATEGIES, ONE_MICRO_BATCH
 from lohan.sizes import parse_size
 from lohan.train.nearest import did_you_mean
 
@@ -26,7 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "state_format": ("fp32", "split", "bf16-moments"),
     "compute_dtype": ("bf16", "fp16", "fp32"),
-    "strategy": ("lohan", "separate-stage"),
+    "strategy": ENGINE_STRATEGIES,
     "clip": ("auto", "deferred", "speculative"),
     "report_to": ("none", "tensorboard", "wandb"),
 }  # fmt: skip
@@ -179,7 +180,8 @@ class TrainConfig:
     """How optimizer state is kept. None: split (lossless, smaller) with bf16, fp32 otherwise."""
 
     strategy: str = "lohan"
-    """Which plan runs. separate-stage, with updates after backward, is there for comparison."""
+    """Which plan runs. lohan-paper (as published), lohan-paper-naive, separate-stage (updates after backward) and
+    in-memory are there for comparison. All give the same bits."""
 
     clip: str = AUTO
     """When clipped updates run. All give the same bits."""
@@ -342,6 +344,14 @@ def _check_pairs(config: TrainConfig) -> None:
         raise BadValue("ssd", "ssd names a directory twice. Name each drive once.")
     if config.strategy != "lohan" and config.clip == "speculative":
         raise BadValue("clip", f"clip: speculative needs strategy: lohan, not {config.strategy}. Write clip: auto.")
+    if config.strategy in ONE_MICRO_BATCH and config.gradient_accumulation_steps > 1:
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        raise BadValue(
+            "strategy",
+            f"strategy: {config.strategy} takes a step's batch as one micro-batch, as published, and "
+            f"gradient_accumulation_steps is {config.gradient_accumulation_steps}. "
+            f"Write gradient_accumulation_steps: 1 and per_device_train_batch_size: {rows}.",
+        )
     if "none" in config.report_to and len(config.report_to) > 1:
         raise BadValue("report_to", "report_to has none beside others. Remove none.")
 

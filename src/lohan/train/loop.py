@@ -38,6 +38,7 @@ from lohan.train.fitness import check_model
 from lohan.train.interrupt import Interrupt
 from lohan.train.metrics import MetricsFile
 from lohan.train.preview import Preview, largest_batches, preview
+from lohan.train.replanning import Replanning
 from lohan.train.reporters import Reporters, make_reporters
 from lohan.train.resume import check_same, memory_of, recall
 from lohan.train.samples import write_samples
@@ -113,6 +114,7 @@ def train(
             ),
             reporters=owned.enter_context(reporters),
             display=owned.enter_context(make_display(total, every=config.logging_steps, live=live)),
+            replanning=None if arguments["machine"] is None else Replanning(run, arguments["machine"]),
         )  # fmt: skip
         run.reserve(loop.largest)
         if run.step_number < total:
@@ -157,6 +159,7 @@ class _Loop:
         display: Display,
         tokenizer: Any,
         host_bytes: int,
+        replanning: Replanning | None,
     ):
         self.config, self.run, self.data, self.total = config, run, data, total
         self.evaluations, self.display = evaluations, display
@@ -166,6 +169,7 @@ class _Loop:
         self.largest = largest_batches(data, total)
         self._metrics, self._reporters = metrics, reporters
         self._tokenizer, self._host_bytes = tokenizer, host_bytes
+        self._replanning = replanning
         self._busy: dict[str, float] = {}
         self._ssd_bytes, self._ssd_written = run.ssd_bytes, run.ssd_written_bytes
 
@@ -180,6 +184,9 @@ class _Loop:
             step = self.run.step_number + 1
             out = self.run.step(self.data.train.micro_batches(step), metadata=self.memory())
             self._tell(out)
+            if self._replanning is not None:
+                for sentence in self._replanning.after_step(out):
+                    self.display.say(sentence)
             if self._evaluate_if_due(step):
                 return "early"
         return None

@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import Scheduler
 from lohan.profiles import MachineProfile
 from lohan.sim.run import simulate_steps
-from lohan.sim.sizes import MAX_PIECES
+from lohan.sim.sizes import with_fewer_pieces
 from lohan.sizes import format_bytes, parse_size
 from lohan.train.data.batches import TokenData
 from lohan.train.data.splits import Splits
@@ -187,11 +186,12 @@ def preview(
         write_bytes_per_step=written,
         new=done_steps is None,
     )
-    return told if machine is None else _with_time(told, planned, machine, len(shapes))
+    return told if machine is None else _with_time(told, planned, machine, len(shapes), commit_every == 1)
 
 
-def _with_time(told: Preview, planned: Planned, machine: MachineProfile, micro_batches: int) -> Preview:
-    timeline = simulate_steps(coarse(planned.size), planned.plan, machine, micro_batches=micro_batches, steps=3)
+def _with_time(told: Preview, planned: Planned, machine: MachineProfile, micro_batches: int, commit: bool) -> Preview:
+    size, plan = with_fewer_pieces(planned.size, planned.plan)
+    timeline = simulate_steps(size, plan, machine, micro_batches=micro_batches, steps=3, commit=commit)
     seconds = timeline.seconds_per_step
     costs = costs_of(
         machine, seconds_per_step=seconds, tokens_per_step=told.tokens_per_step, steps=told.steps,
@@ -201,22 +201,6 @@ def _with_time(told: Preview, planned: Planned, machine: MachineProfile, micro_b
         told, seconds_per_step=seconds, bottleneck=_LIMITS.get(timeline.bottleneck, timeline.bottleneck),
         endurance_share=costs.endurance_share,
     )  # fmt: skip
-
-
-def coarse(size: ModelSize) -> ModelSize:
-    """Units of many pieces in at most MAX_PIECES, for the simulator: 70B has 70,000 of them."""
-
-    def fewer(values: tuple[int, ...]) -> tuple[int, ...]:
-        bounds = [len(values) * part // MAX_PIECES for part in range(MAX_PIECES + 1)]
-        return tuple(sum(values[low:high]) for low, high in pairwise(bounds))
-
-    units = [
-        replace(unit, piece_weights_bytes=fewer(unit.piece_weights_bytes), state_bytes=fewer(unit.state_bytes))
-        if len(unit.state_bytes) > MAX_PIECES
-        else unit
-        for unit in size.units
-    ]
-    return replace(size, units=tuple(units))
 
 
 def largest_batches(data: Splits, total_steps: int) -> list[dict[str, torch.Tensor]]:

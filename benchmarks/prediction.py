@@ -1,0 +1,313 @@
+"""How close is a predicted step to a measured one, on this machine?
+
+    python benchmarks/prediction.py [--directory DIR] [--rounds 3] [--only TEXT] [--quick]
+
+Settings differ in model, tokens, budget, strategy, state format and device. In every round the machine's profile is
+taken again, of the code that will run: the model's own block at the micro-batch in use, the update in the format in
+use, records through a store. Then every setting in turn is opened, takes two steps to warm up and several that are
+timed together, and is closed. A prediction is the simulator's step for the Plan the run has, on that round's profile;
+nothing is fitted to what the runs then take. Plans are made once, with the first round's profile.
+
+An error is predicted over measured, of the medians over rounds. Lanes: seconds that computing, updating and the drives
+work in a step, predicted and measured. The last line is JSON: median_error, worst_error, settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lohan.engine.devices import VirtualOptions, open_device
+from lohan.engine.memory import bound_allocator
+from lohan.engine.run import Run, open_run
+from lohan.engine.settings import Settings
+from lohan.measure.block_rate import BlockRate, BlockShape, measure_block
+from lohan.measure.lane_overhead import measure_op_seconds
+from lohan.measure.machine import NEVER_THE_LIMIT, num_cores
+from lohan.measure.store_rate import StoreRate, measure_store
+from lohan.measure.update_rate import UpdateRate, measure_update
+from lohan.optim import Updater
+from lohan.profiles import DriveProfile, MachineProfile
+from lohan.sim.run import simulate_steps
+
+SEQUENCE = 256
+LINK_BYTES_PER_SECOND = 4e9
+WARM_UP, TIMED = 2, 4
+MODELS = {"8M": (256, 8, 2048), "28M": (512, 8, 2048), "55M": (640, 10, 4096)}
+"""Hidden size, blocks, vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One run."""
+
+    model: str
+    tokens: int
+    """Of a micro-batch."""
+
+    micro_batches: int = 1
+    memory: str = "400MB"
+    strategy: str = "lohan"
+    state_format: str = "split"
+    flops: float | None = None
+    """The pace of a `virtual` device; None: `cpu`."""
+
+    max_grad_norm: float | None = None
+    commit_every: int = 1
+
+    @property
+    def name(self) -> str:
+        device = "cpu" if self.flops is None else f"virtual {self.flops / 1e9:g} GFLOP/s"
+        clip = "" if self.max_grad_norm is None else ", clipped"
+        return (
+            f"{self.model} {self.strategy} {self.state_format}, {self.micro_batches} x {self.tokens} tokens, "
+            f"{self.memory}, {device}{clip}"
+        )
+
+    @property
+    def shape(self) -> BlockShape:
+        return BlockShape(hidden_size=MODELS[self.model][0], tokens=self.tokens, sequence_length=SEQUENCE)
+
+
+SETTINGS = (
+    Setting(model="28M", tokens=1024, micro_batches=2),
+    Setting(model="28M", tokens=256),
+    Setting(model="28M", tokens=256, micro_batches=4, max_grad_norm=1e9),
+    Setting(model="28M", tokens=1024, state_format="fp32"),
+    Setting(model="28M", tokens=256, strategy="lohan-paper"),
+    Setting(model="28M", tokens=1024, memory="2GB", strategy="in-memory", commit_every=1000),
+    Setting(model="8M", tokens=1024, micro_batches=4, memory="1GB"),
+    Setting(model="55M", tokens=256, memory="500MB"),
+    Setting(model="55M", tokens=256, memory="700MB", state_format="fp32"),
+    Setting(model="55M", tokens=256, memory="900MB", max_grad_norm=1e9),
+    Setting(model="55M", tokens=256, memory="900MB", strategy="separate-stage"),
+    Setting(model="28M", tokens=256, flops=2e10),
+    Setting(model="28M", tokens=256, flops=2e10, strategy="lohan-paper"),
+    Setting(model="28M", tokens=256, flops=2e10, strategy="lohan-paper-naive"),
+    Setting(model="55M", tokens=64, flops=1e10, memory="500MB"),
+    Setting(model="55M", tokens=64, flops=1e10, memory="500MB", state_format="fp32"),
+    Setting(model="55M", tokens=64, flops=1e10, memory="500MB", strategy="separate-stage"),
+    Setting(model="8M", tokens=256, micro_batches=4, flops=1e10, memory="1GB", strategy="in-memory", commit_every=1000),
+)
+
+
+@dataclass(slots=True)
+class Found:
+    """What one setting took, and was said to take, round by round."""
+
+    setting: Setting
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    lanes: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+    """By name, predicted and measured."""
+
+    machine: MachineProfile | None = None
+    """Of the first round, which the plan is made with."""
+
+    late: float = 0.0
+    """Of the time timed on `virtual`, by how much its real arithmetic missed its pace."""
+
+    @property
+    def error(self) -> float:
+        return statistics.median(self.predicted) / statistics.median(self.measured) - 1
+
+
+class Profiles:
+    """This round's figures, each measured when first asked for."""
+
+    def __init__(self, directory: Path, seconds: float):
+        self._directory, self._seconds = directory, seconds
+        self._blocks: dict[BlockShape, BlockRate] = {}
+        self._updates: dict[str, UpdateRate] = {}
+        self._store: StoreRate | None = None
+        self._op_seconds = 0.0
+
+    def machine(self, setting: Setting) -> MachineProfile:
+        """This machine as it is now, for this setting's code."""
+        if self._store is None:
+            self._store = measure_store([self._directory], seconds=4 * self._seconds)
+            self._op_seconds = measure_op_seconds(0.2)
+        block, update, store = self._block(setting), self._update(setting.state_format), self._store
+        virtual = setting.flops is not None
+        link = LINK_BYTES_PER_SECOND if virtual else NEVER_THE_LIMIT
+        return MachineProfile(
+            name="this machine",
+            gpu_flops_per_second=block.flops_per_second,
+            gpu_memory_bytes=4 << 30,
+            separate_memory=virtual,
+            to_gpu_bytes_per_second=link,
+            to_host_bytes_per_second=link,
+            host_memory_bytes=4 << 30,
+            drives=(
+                DriveProfile(
+                    read_bytes_per_second=store.read, write_bytes_per_second=store.write,
+                    mixed_bytes_per_second=store.mixed,
+                ),
+            ),
+            update_parameters_per_second=update.parameters_per_second,
+            norm_share=update.norm_share,
+            weights_seconds_per_parameter=block.weights_seconds_per_parameter,
+            checksum_bytes_per_second=num_cores() / store.cpu_seconds_per_byte,
+            op_seconds=self._op_seconds,
+        )  # fmt: skip
+
+    def _block(self, setting: Setting) -> BlockRate:
+        if setting.flops is not None:  # what `virtual` is told it waits out
+            return BlockRate(flops_per_second=setting.flops, weights_seconds_per_parameter=0.0, shape=setting.shape)
+        if setting.shape not in self._blocks:
+            with open_device("cpu", memory_bytes=None) as device:
+                self._blocks[setting.shape] = measure_block(
+                    device, setting.shape, dtype=torch.float32, seconds=self._seconds
+                )
+        return self._blocks[setting.shape]
+
+    def _update(self, name: str) -> UpdateRate:
+        if name not in self._updates:
+            settings = Settings(state_format=name)
+            updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
+            self._updates[name] = measure_update(updater, seconds=self._seconds)
+        return self._updates[name]
+
+
+def make_model(name: str, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    hidden, blocks, vocabulary = MODELS[name]
+    shape = BlockShape(hidden_size=hidden, tokens=SEQUENCE)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        max_position_embeddings=2048, tie_word_embeddings=False, hidden_size=hidden, num_hidden_layers=blocks,
+        intermediate_size=shape.intermediate_size, vocab_size=vocabulary, num_attention_heads=hidden // shape.head_size,
+        num_key_value_heads=hidden // shape.head_size,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def batches(setting: Setting, step: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(step)
+    rows, columns = max(1, setting.tokens // SEQUENCE), min(setting.tokens, SEQUENCE)
+    made = []
+    for _ in range(setting.micro_batches):
+        ids = torch.randint(MODELS[setting.model][2], (rows, columns), generator=generator)
+        made.append({"input_ids": ids, "labels": ids})
+    return made
+
+
+def turn(found: Found, machine: MachineProfile, models: Path, stores: Path) -> None:
+    """Open, warm up, time, close; predicted and measured are added."""
+    setting = found.setting
+    virtual = None
+    if setting.flops is not None:
+        virtual = VirtualOptions(
+            flops_per_second=setting.flops, to_gpu_bytes_per_second=LINK_BYTES_PER_SECOND,
+            to_host_bytes_per_second=LINK_BYTES_PER_SECOND, poison=False,
+        )  # fmt: skip
+    found.machine = found.machine or machine
+    with open_run(
+        model=models / setting.model, ssd=[stores / str(hash(setting))], host_memory=setting.memory,
+        device="cpu" if virtual is None else "virtual", virtual=virtual, machine=found.machine,
+        strategy=setting.strategy, state_format=setting.state_format, max_grad_norm=setting.max_grad_norm,
+        commit_every=setting.commit_every, learning_rate=1e-6,
+    ) as run:  # fmt: skip
+        data = [batches(setting, number) for number in range(WARM_UP + TIMED)]
+        for one in data[:WARM_UP]:
+            run.step(one)
+        before, started = dict(run.busy_seconds), time.perf_counter()
+        late = run.device.describe().get("late_seconds", {}).get("compute", 0.0)
+        for one in data[WARM_UP:]:
+            run.step(one)
+        ended = time.perf_counter()
+        found.measured.append((ended - started) / TIMED)
+        found.late = run.device.describe().get("late_seconds", {}).get("compute", 0.0) - late
+        found.late /= ended - started
+        busy = {name: (seconds - before[name]) / TIMED for name, seconds in run.busy_seconds.items()}
+        busy["drives"] = union_seconds(run, started, ended) / TIMED
+        assert run.planned is not None
+        timeline = simulate_steps(
+            run.planned.size, run.planned.plan, machine, micro_batches=setting.micro_batches, steps=WARM_UP + TIMED,
+            commit=setting.commit_every == 1,
+        )  # fmt: skip
+    ends = timeline.step_ends
+    found.predicted.append((ends[-1] - ends[WARM_UP - 1]) / TIMED)
+    lanes = timeline.busy_seconds()
+    said = {"compute": lanes["gpu"], "update": lanes["cpu_update"], "drives": timeline.drive_seconds()}
+    for name, seconds in said.items():
+        predicted, measured = found.lanes.setdefault(name, ([], []))
+        predicted.append(seconds)
+        measured.append(busy[name])
+
+
+def union_seconds(run: Run, started: float, ended: float) -> float:
+    """How long the drives had anything to do."""
+    total, reached = 0.0, started
+    for start, end in sorted((span.start, span.end) for span in run.drive_requests(started)):
+        if min(end, ended) > max(start, reached):
+            total += min(end, ended) - max(start, reached)
+            reached = min(end, ended)
+    return total
+
+
+def report(found: Sequence[Found]) -> None:
+    print(f"\n{'setting':<74}{'predicted':>10}{'measured':>10}{'error':>8}   lanes predicted / measured, s")
+    for one in found:
+        lanes = "  ".join(
+            f"{name} {statistics.median(said):.3f}/{statistics.median(took):.3f}"
+            for name, (said, took) in one.lanes.items()
+        )
+        late = f"  {one.late:.0%} late" if one.late > 0.01 else ""
+        print(
+            f"{one.setting.name:<74}{statistics.median(one.predicted):>10.3f}{statistics.median(one.measured):>10.3f}"
+            f"{one.error:>+8.1%}   {lanes}{late}"
+        )
+    errors = sorted(abs(one.error) for one in found)
+    summary = {
+        "median_error": round(statistics.median(errors), 4),
+        "worst_error": round(errors[-1], 4),
+        "settings": len(found),
+    }
+    print(json.dumps(summary))
+
+
+def measure(settings: Iterable[Setting], rounds: int, directory: Path, seconds: float) -> list[Found]:
+    found = [Found(setting) for setting in settings]
+    models, stores = directory / "models", directory / "stores"
+    for name in {one.setting.model for one in found}:
+        make_model(name, models / name)
+    stores.mkdir()
+    for number in range(rounds):
+        started = time.perf_counter()
+        profiles = Profiles(directory, seconds)
+        for one in found:
+            turn(one, profiles.machine(one.setting), models, stores)
+        print(f"round {number + 1} of {rounds}: {time.perf_counter() - started:.0f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, help="where the stores go; a drive's, not RAM's")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="settings whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="one round of every third setting, briefly profiled")
+    options = parser.parse_args()
+    settings = [one for one in SETTINGS if not options.only or options.only in one.name]
+    bound_allocator()
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="lohan-bench-") as name:
+        report(
+            measure(settings[::3], 1, Path(name), 0.3)
+            if options.quick
+            else measure(settings, options.rounds, Path(name), 0.7)
+        )
+
+
+if __name__ == "__main__":
+    main()

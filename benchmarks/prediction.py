@@ -79,24 +79,26 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(model="28M", tokens=1024, micro_batches=2),
-    Setting(model="28M", tokens=256),
-    Setting(model="28M", tokens=256, micro_batches=4, max_grad_norm=1e9),
-    Setting(model="28M", tokens=1024, state_format="fp32"),
-    Setting(model="28M", tokens=256, strategy="lohan-paper"),
-    Setting(model="28M", tokens=1024, memory="2GB", strategy="in-memory", commit_every=1000),
-    Setting(model="8M", tokens=1024, micro_batches=4, memory="1GB"),
-    Setting(model="55M", tokens=256, memory="500MB"),
-    Setting(model="55M", tokens=256, memory="700MB", state_format="fp32"),
-    Setting(model="55M", tokens=256, memory="900MB", max_grad_norm=1e9),
-    Setting(model="55M", tokens=256, memory="900MB", strategy="separate-stage"),
-    Setting(model="28M", tokens=256, flops=2e10),
-    Setting(model="28M", tokens=256, flops=2e10, strategy="lohan-paper"),
-    Setting(model="28M", tokens=256, flops=2e10, strategy="lohan-paper-naive"),
-    Setting(model="55M", tokens=64, flops=1e10, memory="500MB"),
-    Setting(model="55M", tokens=64, flops=1e10, memory="500MB", state_format="fp32"),
-    Setting(model="55M", tokens=64, flops=1e10, memory="500MB", strategy="separate-stage"),
-    Setting(model="8M", tokens=256, micro_batches=4, flops=1e10, memory="1GB", strategy="in-memory", commit_every=1000),
+    Setting(model="28M", tokens=256, micro_batches=2),
+    Setting(model="28M", tokens=128),
+    Setting(model="28M", tokens=128, micro_batches=4, max_grad_norm=1e9),
+    Setting(model="28M", tokens=512, state_format="fp32"),
+    Setting(model="28M", tokens=128, strategy="lohan-paper"),
+    Setting(model="28M", tokens=512, memory="2GB", strategy="in-memory", commit_every=1000),
+    Setting(model="8M", tokens=512, micro_batches=2, memory="1GB"),
+    Setting(model="55M", tokens=128, memory="500MB"),
+    Setting(model="55M", tokens=128, memory="700MB", state_format="fp32"),
+    Setting(model="55M", tokens=128, memory="900MB", max_grad_norm=1e9),
+    Setting(model="55M", tokens=128, memory="900MB", strategy="separate-stage"),
+    Setting(model="28M", tokens=64, flops=1.5e10),
+    Setting(model="28M", tokens=64, flops=1.5e10, strategy="lohan-paper"),
+    Setting(model="28M", tokens=64, flops=1.5e10, strategy="lohan-paper-naive"),
+    Setting(model="55M", tokens=32, flops=1.5e10, memory="500MB"),
+    Setting(model="55M", tokens=32, flops=1.5e10, memory="500MB", state_format="fp32"),
+    Setting(model="55M", tokens=32, flops=1.5e10, memory="500MB", strategy="separate-stage"),
+    Setting(
+        model="8M", tokens=128, micro_batches=2, flops=1.5e10, memory="1GB", strategy="in-memory", commit_every=1000
+    ),
 )
 
 
@@ -288,6 +290,9 @@ def measure(settings: Iterable[Setting], rounds: int, directory: Path, seconds: 
         profiles = Profiles(directory, seconds)
         for one in found:
             turn(one, profiles.machine(one.setting), models, stores)
+            said, took = one.predicted[-1], one.measured[-1]
+            lanes = "  ".join(f"{name} {a[-1]:.3f}/{b[-1]:.3f}" for name, (a, b) in one.lanes.items())
+            print(f"  {one.setting.name:<72}{said:>8.3f}{took:>8.3f}{said / took - 1:>+8.1%}   {lanes}", flush=True)
         print(f"round {number + 1} of {rounds}: {time.perf_counter() - started:.0f} s", flush=True)
     return found
 

@@ -55,7 +55,7 @@ def machines(draw, separate=None):
         to_host_bytes_per_second=draw(_rate(8.5, 10.5)),
         update_parameters_per_second=draw(_rate(8, 9.5)),
         gpu_memory_bytes=int(draw(_rate(7.6, 8.5))),
-        host_memory_bytes=int(draw(_rate(7.9, 8.6))),
+        host_memory_bytes=int(draw(_rate(7.97, 8.6))),
         drives=(drive,) * draw(st.integers(1, 3)),
         separate_memory=draw(st.booleans()) if separate is None else separate,
     )

@@ -349,8 +349,9 @@ class Engine:
             for index, param in enumerate(layout.spec.params):
                 if not param.trainable or index in state.missing[unit]:
                     continue
-                gradient = layout.tensor(buffer.tensor, index).to(torch.float32)
+                gradient = layout.tensor(buffer.tensor, index)
                 if state.scale is not None:
+                    gradient = gradient.to(torch.float32)
                     finite = bool(torch.isfinite(gradient).all())
                     state.overflow |= not finite
                     gradient *= 1.0 / state.scale

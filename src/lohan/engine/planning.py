@@ -84,7 +84,7 @@ class Planning:
     def other(self, *, machine: MachineProfile, host_bytes: int) -> Planning:
         """For the same model and wishes on another machine. What was rehearsed is shared."""
         changed = copy(self)
-        changed._machine, changed._host_bytes = machine, host_bytes
+        changed.machine, changed._host_bytes = machine, host_bytes
         return changed
 
     def plan(self, micro_batches: Sequence[Mapping[str, Any]]) -> Planned:

@@ -22,8 +22,8 @@ from lohan.plan.stage_work import moved_by
 from lohan.profiles import MachineProfile
 from lohan.report.spans import lanes_of
 from lohan.sim.run import StandStill, simulate_steps
+from lohan.sim.sizes import with_fewer_pieces
 from lohan.sim.timeline import Timeline
-from lohan.train.preview import coarse
 
 MORE_RAM_BYTES = 64 * 10**9
 _CURVE_POINTS = 60
@@ -59,7 +59,8 @@ def timelines(planned: Planned, machine: MachineProfile, micro_batches: int, mod
 def _simulate(planned: Planned, plan: Plan, machine: MachineProfile, micro_batches: int) -> Timeline | None:
     """None where such a plan could not run: a training must not fail for what it would have been."""
     try:
-        return simulate_steps(coarse(planned.size), plan, machine, micro_batches=micro_batches, steps=3)
+        size, plan = with_fewer_pieces(planned.size, plan)
+        return simulate_steps(size, plan, machine, micro_batches=micro_batches, steps=3)
     except StandStill:
         return None
 

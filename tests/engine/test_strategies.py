@@ -135,5 +135,5 @@ def test_with_a_measured_machine_the_planner_makes_the_plan(folder, folder_in_me
     with open_run(**options(folder, folder_in_memory / "run", device="virtual", machine=MACHINE)) as run:
         run.step(parity.batches(1, 2)[0])
         assert run.plan == results[0].plan
-        assert run._planning.predict(run.planned) == pytest.approx(results[0].seconds_per_step, rel=0.02)
+        assert run.planning.predict(run.planned) == pytest.approx(results[0].seconds_per_step, rel=0.02)
         assert results[0].plan.kept != ()

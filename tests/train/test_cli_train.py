@@ -15,8 +15,9 @@ from tiny_tokenizers import CHATML, byte_level
 from lohan import cli
 from lohan.cli_profile import write_machine
 from lohan.errors import PlanInfeasible
-from lohan.plan.plan import ModelSize, UnitSize
+from lohan.plan.plan import ModelSize, Plan, UnitSize
 from lohan.profiles import DriveProfile, MachineProfile
+from lohan.sim.sizes import with_fewer_pieces
 from lohan.testing.zoo import tiny_model_folder
 from lohan.train.config import TrainConfig
 from lohan.train.config_file import dump_config, load_config
@@ -24,7 +25,7 @@ from lohan.train.data.splits import open_data
 from lohan.train.data.tokenizer import load_tokenizer
 from lohan.train.loop import run_arguments, train
 from lohan.train.metrics import read_metrics
-from lohan.train.preview import coarse, largest_batches, preview
+from lohan.train.preview import largest_batches, preview
 
 WORDS = ["two", "four", "dog", "fox", "lazy", "quick"]
 
@@ -258,8 +259,10 @@ def test_time_is_foretold_where_the_machine_was_measured(lohan, file, tmp_path):
 
 def test_the_simulated_size_keeps_all_bytes():
     unit = UnitSize("block", 100, tuple(range(20)), tuple(range(20, 40)), 7)
-    (made,) = coarse(ModelSize((unit,))).units
+    size, plan = with_fewer_pieces(ModelSize((unit,)), Plan(state_slabs=16))
+    (made,) = size.units
     assert len(made.state_bytes) == 8
+    assert plan.state_slabs == 16 * 39 // max(made.state_bytes)  # as many bytes
     assert (sum(made.piece_weights_bytes), sum(made.state_bytes)) == (190, 590)
 
 

@@ -182,11 +182,11 @@ class Run:
         None where it does not, by `least_gain` of a step, or nothing is planned yet. Any plan gives the same bits.
         """
         self._check_alive()
-        self._planning.machine = machine
+        self.planning.machine = machine
         if self._engine is None or self.planned is None:
             return None
-        planned = self._planning.plan(self._largest)
-        before, after = (self._planning.predict(one) for one in (self.planned, planned))
+        planned = self.planning.plan(self._largest)
+        before, after = (self.planning.predict(one) for one in (self.planned, planned))
         if before is None or after is None or after >= before * (1 - least_gain):
             return None
         self._close_engine()

@@ -18,10 +18,7 @@ import argparse
 import json
 import statistics
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +27,10 @@ from typing import Any
 import torch
 
 from against_ram import batches
+from alone import checksum_rate, drive_alone
 from lohan.engine.devices import VirtualOptions
-from lohan.engine.layout import UnitLayout, records_of
 from lohan.engine.run import Run, open_run
 from lohan.plan.schedule import Scheduler
-from lohan.store import Arena, Handle, Slab, Store, create_store, has_store, open_arena, open_store, round_up
-from lohan.store.sealed import checksum
 
 SHAPES = {
     "60M": {
@@ -90,68 +85,6 @@ def make_model(shape: str, folder: Path) -> int:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def drive_alone(layouts: Sequence[UnitLayout], directory: Path) -> float:
-    """Seconds to read and write what one step does, in a store of its own, with nothing else going on."""
-    records = records_of(layouts, gradients=False)
-    if not has_store(directory):
-        create_store([directory], records)
-    reads, writes = [], []
-    for layout in layouts:
-        for index, piece in enumerate(layout.pieces.pieces):
-            weights = (layout.weights_record(index), piece.weights_bytes)
-            state = (layout.state_record(index), piece.state_bytes)
-            reads += [weights, state] + ([weights] if layout.spec.kind == "block" else [])
-            writes += [weights, state]
-    with open_store([directory]) as store, open_arena(34 * (12 << 20)) as arena:
-        first = (store.committed_step or 0) + 1
-        if first == 1:  # both slots of every record are written once before anything is timed
-            for step in (1, 2):
-                store.begin(step)
-                _stream(store, arena, [], writes)
-                store.commit(step, {}).wait()
-            first = 3
-        store.begin(first)
-        started = time.perf_counter()
-        _stream(store, arena, reads, writes)
-        seconds = time.perf_counter() - started
-        store.commit(first, {}).wait()
-    return seconds
-
-
-def _stream(store: Store, arena: Arena, reads: list[tuple[str, int]], writes: list[tuple[str, int]]) -> None:
-    """Both streams at once, 16 requests of each under way."""
-
-    def run(start: Callable[[str, memoryview], Handle], records: list[tuple[str, int]]) -> None:
-        pending: deque[tuple[Handle, Slab]] = deque()
-        for name, size in records:
-            if len(pending) == 16:
-                handle, slab = pending.popleft()
-                handle.wait()
-            else:
-                slab = arena.lease(12 << 20)
-            pending.append((start(name, slab.padded[: round_up(size)]), slab))
-        for handle, slab in pending:
-            handle.wait()
-            slab.release()
-
-    # The records of one stream are written while the other reads them: the store orders each pair, so the writer
-    # starts in the middle of the list and the two never meet.
-    half = len(writes) // 2
-    writer = threading.Thread(target=run, args=(store.write, writes[half:] + writes[:half]))
-    writer.start()
-    run(store.read, reads)
-    writer.join()
-
-
-def checksum_rate() -> float:
-    """Bytes per second of the store's checksum with all cores on it, from what one core does."""
-    data = memoryview(bytearray(64 << 20))
-    started = time.perf_counter()
-    for _ in range(8):
-        checksum(data)
-    return torch.get_num_threads() * 8 * len(data) / (time.perf_counter() - started)
 
 
 def in_memory(folder: Path, directory: Path, tokens: int, vocabulary: int) -> dict[str, float]:

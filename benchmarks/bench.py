@@ -1,0 +1,289 @@
+"""How fast, how small and how exact is lohan beside what people use today, on this machine, in this run?
+
+    make bench                       everything; hours
+    make bench ARGS=--quick          60M parameters, 1024 tokens, all systems; under 10 minutes once installed
+    python benchmarks/bench.py --parameters 250M 1B --tokens 256 --systems lohan deepspeed-nvme --rounds 5
+
+Systems (benchmarks/peers/systems.py): plain PyTorch in RAM, torch FSDP2, DeepSpeed ZeRO-3 with CPU offload and on NVMe
+(in a virtual environment of their own, installed by the command), and lohan with its strategies. All train the same
+Llama-shaped model on the same data in fp32 with two threads on the same drive. Every system is checked against plain
+PyTorch first: losses and weights after two steps at 60M.
+
+Rounds go over all systems in turn. A turn is one step (two after a start) that does not count and two that do. Up to
+60M all systems stay open; larger models are loaded again for every turn, one at a time. The limit is the busiest
+resource's own time, measured alone in the same rounds: computing + updating + checksums on the cores, the step's bytes
+on the drive. Results are saved after every turn: an interrupted benchmark goes on with --resume FILE.
+
+Prints a table; the last line is JSON. benchmarks/draw_bench.py makes the page and the plots from the results file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peers import checking, install
+from peers.driving import PEERS_PYTHON, Worker, WorkerFailed
+from peers.findings import (
+    FOLDER_HEADINGS,
+    HEADINGS,
+    Findings,
+    Record,
+    Turn,
+    folder_rows,
+    json_rows,
+    limit_line,
+    point_rows,
+    read_findings,
+    text_table,
+)
+from peers.serving import Job
+from peers.systems import LIMITS, SYSTEMS, System
+from peers.workloads import SHAPES, num_parameters
+
+WORKLOADS = Path(__file__).resolve().parent / "peers" / "workloads.py"
+STAY_OPEN_PARAMETERS = 100_000_000
+"""Above this, all systems together do not fit in the memory of an ordinary machine."""
+
+WARM_UP, COUNTED = 2, 2
+
+
+class Bench:
+    """One benchmark: its folder on the drive, the models in it, the workers that are open, and what was found."""
+
+    def __init__(self, directory: Path, findings: Findings, save_to: Path, *, keep_freed_memory: bool = False):
+        self._directory, self.findings, self._save_to = directory, findings, save_to
+        self._keep_freed_memory = keep_freed_memory
+        self._open: dict[str, Worker] = {}
+        self._steps: dict[str, int] = {}
+        self._started = 0
+
+    def model(self, shape: str) -> Path:
+        """The folder of a model, made by another process when it is first needed."""
+        folder = self._directory / f"model-{shape}"
+        if not folder.exists():
+            subprocess.run(
+                [sys.executable, str(WORKLOADS), shape, str(folder)], check=True,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        return folder
+
+    def start(self, system: System, shape: str, tokens: int) -> Worker:
+        self._started += 1
+        job = Job(
+            folder=str(self.model(shape)), directory=str(self._directory / f"{self._started}-{system.name}"),
+            shape=shape, tokens=tokens, micro_batch_tokens=system.micro_batch_tokens(tokens),
+            options=system.options_for(shape),
+        )  # fmt: skip
+        return Worker(system, job, keep_freed_memory=self._keep_freed_memory)
+
+    # -- the check ------------------------------------------------------------------------------------
+
+    def check(self, systems: Sequence[System], shape: str, tokens: int) -> None:
+        """Two steps by every system that is not checked yet, compared with plain PyTorch's."""
+        todo = [system for system in systems if system.name not in self.findings.checks and system.name != "pytorch"]
+        if not todo:
+            return
+        print(f"Check: losses and weights after {checking.STEPS} steps at {shape}, {tokens} tokens", flush=True)
+        plain = self._train(SYSTEMS["pytorch"], shape, tokens)
+        for system in todo:
+            try:
+                other = self._train(system, shape, tokens)
+                found = checking.compare(self.model(shape), plain, other, exact=system.exact)
+                shutil.rmtree(other.folder)
+            except WorkerFailed as failure:
+                found = {"failed": str(failure), "ok": False}
+            self.findings.checks[system.name] = found
+            self.findings.save(self._save_to)
+            print(f"  {checking.sentence(system.name, found)}", flush=True)
+        shutil.rmtree(plain.folder)
+
+    def _train(self, system: System, shape: str, tokens: int) -> checking.Trained:
+        worker = self.start(system, shape, tokens)
+        out = self._directory / f"check-{system.name}"
+        try:
+            losses = [worker.step(number)["loss"] for number in range(1, checking.STEPS + 1)]
+            worker.settle()
+            worker.export(out)
+        finally:
+            worker.close()
+        return checking.Trained(losses, out)
+
+    # -- the rounds -----------------------------------------------------------------------------------
+
+    def point(self, systems: Sequence[System], shape: str, tokens: int, rounds: int) -> None:
+        """All rounds of one point that are not in the results yet."""
+        stay = num_parameters(shape) <= STAY_OPEN_PARAMETERS
+        try:
+            for number in range(1, rounds + 1):
+                for system in systems:
+                    record = self.findings.record(shape, tokens, system.name)
+                    if record.failed is None and len(record.turns) < number:
+                        self._turn_or_failure(system, record, number, stay=stay and number < rounds)
+                        self.findings.save(self._save_to)
+        finally:
+            self.close()
+
+    def _turn_or_failure(self, system: System, record: Record, number: int, *, stay: bool) -> None:
+        head = f"{record.parameters:>4} {record.tokens:>5} tokens  round {number}  {system.name:15}"
+        try:
+            turn = self._turn(system, record, number, stay=stay)
+        except WorkerFailed as failure:
+            record.failed = str(failure)
+            self._open.pop(system.name, None)
+            print(f"{head} {failure}", flush=True)
+            return
+        said = ", ".join(f"{seconds:.2f}" for seconds in turn.seconds)
+        moved = (turn.read_bytes + turn.write_bytes) / 1e9
+        print(f"{head} {said} s  peak {turn.peak_rss / 1e9:.2f} GB  SSD {moved:.2f} GB a step", flush=True)
+
+    def _turn(self, system: System, record: Record, number: int, *, stay: bool) -> Turn:
+        worker = self._open.pop(system.name, None)
+        fresh = worker is None
+        if worker is None:
+            worker = self.start(system, record.parameters, record.tokens)
+            self._steps[system.name] = 0
+            record.load.append(worker.loaded)
+        try:
+            said = []
+            for _ in range((WARM_UP if fresh else 1) + COUNTED):
+                self._steps[system.name] += 1
+                said.append({"number": self._steps[system.name], **worker.step(self._steps[system.name])})
+            worker.settle()
+            turn = turn_of(number, said)
+            record.turns.append(turn)
+            if not stay and not system.limit_only:
+                out = self._directory / f"export-{system.name}"
+                record.export.append(worker.export(out))
+                shutil.rmtree(out)
+        except BaseException:
+            worker.kill()
+            raise
+        if stay:
+            self._open[system.name] = worker
+        else:
+            worker.close()
+        return turn
+
+    def close(self) -> None:
+        for worker in self._open.values():
+            worker.close()
+        self._open.clear()
+
+
+def turn_of(number: int, said: Sequence[dict[str, Any]]) -> Turn:
+    """A turn from what its steps said; the last COUNTED count."""
+    counted = said[-COUNTED:]
+    more = {key: value for key, value in counted[-1].items() if key in _MORE}
+    if "busy_seconds" in counted[-1]:
+        for name in ("compute", "update"):
+            more[f"{name}_seconds"] = min(step["busy_seconds"][name] for step in counted)
+    return Turn(
+        round=number,
+        seconds=[step["seconds"] for step in counted],
+        losses={str(step["number"]): step["loss"] for step in said},
+        peak_rss=int(max(step["peak_rss"] for step in said)),
+        read_bytes=sum(step["read_bytes"] for step in counted) / COUNTED,
+        write_bytes=sum(step["write_bytes"] for step in counted) / COUNTED,
+        more=more,
+    )
+
+
+_MORE = ("crossing", "store_bytes", "checksum_rate", "alone_seconds", "alone_bytes", "read_rate", "write_rate")
+
+
+def machine() -> dict[str, Any]:
+    import psutil
+    import torch
+    import transformers
+
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if PEERS_PYTHON.exists():
+        versions["deepspeed"] = install.version("deepspeed")
+    memory = psutil.virtual_memory().total
+    return {
+        "cores": psutil.cpu_count(), "memory_bytes": memory, "system": f"{platform.system()} {platform.release()}",
+        "versions": versions, "started": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def print_tables(findings: Findings) -> None:
+    for point in findings.points:
+        parameters, tokens = point
+        print(f"\n{parameters} ({num_parameters(parameters):,} parameters), {tokens} tokens per step")
+        print(text_table(HEADINGS, point_rows(findings, point)))
+        print(limit_line(findings, point))
+        crossed = [(one.system, one.more("crossing")) for one in findings.records if one.point == point]
+        share = min((share for name, share in crossed if name in SYSTEMS and share), default=None)
+        if share is not None:
+            print(f"At least {share:.0%} of weights and state cross the SSD in every step of ours.")
+        if folders := folder_rows(findings, point):
+            print(text_table(FOLDER_HEADINGS, folders))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="60M parameters, 1024 tokens, 2 rounds")
+    parser.add_argument("--parameters", nargs="+", choices=list(SHAPES), default=["60M", "250M", "1B"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 4096])
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--directory", type=Path, default=Path(), help="where models and stores go; a drive's, not RAM's"
+    )
+    parser.add_argument("--save", type=Path, default=Path("bench.json"), help="the results file to write")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with this results file")
+    parser.add_argument("--check-parameters", choices=list(SHAPES), default="60M", help="the model of the check")
+    parser.add_argument("--no-check", action="store_true", help="do not compare the systems' updates first")
+    parser.add_argument("--no-limit", action="store_true", help="do not measure the resources alone")
+    parser.add_argument("--keep-freed-memory", action="store_true", help="glibc keeps freed memory, on all sides")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.parameters, options.tokens, options.rounds = ["60M"], [1024], 2
+    for tokens in options.tokens:
+        if tokens > 512 and tokens % 512:
+            parser.error(f"--tokens {tokens}: sequences have 512 tokens, so use up to 512 or a multiple of it.")
+    if options.resume is not None and not options.resume.exists():
+        parser.error(f"--resume {options.resume}: there is no such file. Leave it out to begin.")
+    chosen = [SYSTEMS[name] for name in options.systems]
+    if any(system.peer for system in chosen):
+        try:
+            install.ensure(nvme="deepspeed-nvme" in options.systems)
+        except install.CannotInstall as problem:
+            print(f"{problem}\nOr leave the peers out: --systems pytorch fsdp2-cpu lohan", file=sys.stderr)
+            return 2
+    save_to = options.resume or options.save
+    findings = read_findings(options.resume) if options.resume else Findings(machine=machine())
+    options.directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="lohan-bench-") as name:
+        bench = Bench(Path(name), findings, save_to, keep_freed_memory=options.keep_freed_memory)
+        if not options.no_check:
+            bench.check(chosen, options.check_parameters, 256)
+            chosen = [one for one in chosen if one.name == "pytorch" or findings.checks[one.name]["ok"]]
+        measured = chosen if options.no_limit else [*chosen, *LIMITS.values()]
+        for shape in options.parameters:
+            for tokens in options.tokens:
+                bench.point(measured, shape, tokens, options.rounds)
+            shutil.rmtree(bench.model(shape))
+    print_tables(findings)
+    for name, check in findings.checks.items():
+        print(checking.sentence(name, check))
+    print(json.dumps(json_rows(findings)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -44,7 +44,7 @@ SWEEP: dict[str, dict[str, Any]] = {
     "no prefetch": {"prefetch_bucket_size": 0},
     "prefetch 200M": {"prefetch_bucket_size": 200_000_000},
     "pinned": {"pin_memory": True},
-    "reuse distance 0": {"max_reuse": 0},
+    "parameters of up to 2M persistent": {"persistence_threshold": 2_000_000},
     "no gradient norm": {"compute_grad_norm": False},
 }
 

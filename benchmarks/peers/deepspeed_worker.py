@@ -35,7 +35,7 @@ TUNED: dict[str, Any] = {
     "overlap_events": True,
     "persistence_threshold": 100_000,
     "max_live": 1_000_000_000,
-    "max_reuse": 1_000_000_000,
+    "max_reuse": 0,
     "compute_grad_norm": True,
 }
 
@@ -157,8 +157,11 @@ def load(job: Job) -> Iterator[System]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    import deepspeed
+    # Imported inside zero.Init, which replaces Tensor.__new__, it compares signatures and fails.
+    import torch._dynamo.polyfills.loader  # noqa: F401
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    import deepspeed
 
     deepspeed.init_distributed("gloo")
     if job.options.get("repair", True) and job.options["offload"] == "nvme":

@@ -9,12 +9,13 @@ ifeq ($(wildcard $(BIN)/lohan),)
 $(STAMP): again
 endif
 
-.PHONY: help setup first-run test docs clean again
+.PHONY: help setup first-run test bench docs clean again
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make first-run   set up and run lohan on its built-in example"
 	@echo "make test        set up, then ruff, mypy and the whole test suite"
+	@echo "make bench       lohan beside plain PyTorch, FSDP2 and DeepSpeed; hours (ARGS=--quick: 10 minutes)"
 	@echo "make setup       only prepare .venv"
 	@echo "make docs        write docs/api.md again from the docstrings"
 	@echo "make clean       remove .venv and caches"
@@ -46,8 +47,11 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
+bench: setup
+	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
 docs: setup
 	@$(BIN)/python docs/api.py
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv benchmarks/peers/.venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,11 @@ def load(job: Job) -> Iterator[System]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    # Imported inside zero.Init, which replaces Tensor.__new__, it compares signatures and fails.
-    import torch._dynamo.polyfills.loader  # noqa: F401
+    import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import deepspeed
+    # Imported only inside zero.Init, which replaces Tensor.__new__, it compares signatures and fails.
+    import_module("torch._dynamo.polyfills.loader")
 
     deepspeed.init_distributed("gloo")
     if job.options.get("repair", True) and job.options["offload"] == "nvme":

@@ -39,11 +39,15 @@ TUNED: dict[str, Any] = {
     "max_reuse": 0,
     "compute_grad_norm": True,
 }
+"""The best found for NVMe: benchmarks/results/2026-11-17_peers_tuning.md"""
+
+IN_RAM: dict[str, Any] = {"sub_group_size": 1_000_000_000, "max_reuse": 1_000_000_000}
+"""What differs with everything in RAM: DeepSpeed's own defaults, because nothing has to fit into buffers there."""
 
 
 def config(job: Job) -> dict[str, Any]:
     """DeepSpeed's configuration."""
-    own = {**TUNED, **job.options}
+    own = {**TUNED, **(IN_RAM if job.options["offload"] == "cpu" else {}), **job.options}
     shape = SHAPES[job.shape]
     largest = shape["hidden_size"] * max(shape["vocab_size"], shape["intermediate_size"])
     zero: dict[str, Any] = {

@@ -63,7 +63,7 @@ def batches(step: int, tokens: int, micro_batch_tokens: int, vocabulary: int) ->
     sequence = min(SEQUENCE, tokens)
     rows = tokens // sequence
     ids = torch.randint(0, vocabulary, (rows, sequence), generator=torch.Generator().manual_seed(step))
-    for part in ids.split(max(1, micro_batch_tokens // sequence)):
+    for part in torch.split(ids, max(1, micro_batch_tokens // sequence)):
         yield {"input_ids": part, "labels": part.clone()}
 
 

@@ -22,7 +22,7 @@ from peers.serving import Job, System, serve
 from peers.workloads import LEARNING_RATE, SHAPES
 
 TUNED: dict[str, Any] = {
-    "sub_group_size": 50_000_000,
+    "sub_group_size": 20_000_000,
     "prefetch_bucket_size": 50_000_000,
     "param_buffer_count": 12,
     "optimizer_buffer_count": 4,
@@ -39,7 +39,7 @@ TUNED: dict[str, Any] = {
     "max_reuse": 0,
     "compute_grad_norm": True,
 }
-"""The best found for NVMe: benchmarks/results/2026-11-17_peers_tuning.md"""
+"""For NVMe: the best of a sweep that was cut short, benchmarks/results/2026-11-17_peers_tuning.md"""
 
 IN_RAM: dict[str, Any] = {"sub_group_size": 1_000_000_000, "max_reuse": 1_000_000_000}
 """What differs with everything in RAM: DeepSpeed's own defaults, because nothing has to fit into buffers there."""

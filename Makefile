@@ -15,7 +15,7 @@ endif
 help:
 	@echo "make first-run   set up and run lohan on its built-in example"
 	@echo "make test        set up, then ruff, mypy and the whole test suite"
-	@echo "make bench       lohan beside plain PyTorch, FSDP2 and DeepSpeed; hours (ARGS=--quick: 10 minutes)"
+	@echo "make bench       lohan beside plain PyTorch, FSDP2 and DeepSpeed; hours (ARGS=--quick: one size)"
 	@echo "make setup       only prepare .venv"
 	@echo "make docs        write docs/api.md again from the docstrings"
 	@echo "make clean       remove .venv and caches"

@@ -1,7 +1,7 @@
 """How fast, how small and how exact is lohan beside what people use today, on this machine, in this run?
 
     make bench                       everything; hours
-    make bench ARGS=--quick          60M parameters, 1024 tokens, all systems; under 10 minutes once installed
+    make bench ARGS=--quick          60M parameters, 1024 tokens, all systems; meant to end within 10 minutes
     python benchmarks/bench.py --parameters 250M 1B --tokens 256 --systems lohan deepspeed-nvme --rounds 5
 
 Systems (benchmarks/peers/systems.py): plain PyTorch in RAM, torch FSDP2, DeepSpeed ZeRO-3 with CPU offload and on NVMe

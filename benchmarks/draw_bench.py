@@ -109,7 +109,7 @@ def _bars(pyplot: Any, findings: Findings, out: Path, title: str, value: Any, li
         places = range(len(found))[::-1]
         axis.barh(places, values, color=[COLOURS[one.system] for one in found])
         for place, number in zip(places, values, strict=True):
-            axis.text(number, place, f" {number:.3g}", va="center", fontsize=8)
+            axis.text(number, place, f" {number:,.0f}" if number >= 100 else f" {number:.3g}", va="center", fontsize=8)
         limits = limits_at(findings, point)
         if limit and limits is not None and (ours := findings.find(*point, "lohan")) is not None:
             best = point[1] / limits.seconds(SYSTEMS["lohan"], ours.ssd_bytes)
@@ -159,6 +159,11 @@ def _lines(pyplot: Any, findings: Findings, out: Path) -> None:
                     [place for place, _ in found], seconds, "o-", color=COLOURS[system], label=system, markersize=4
                 )
         axis.set_title(title, fontsize=10)
+        axis.set_xticks(places, [point[0] if label == "parameters" else f"{point[1]:,}" for point in points])
+        axis.xaxis.set_minor_formatter("")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(axis="y", which="both", labelsize=8)
         axis.set_xlabel(label)
         axis.set_ylabel("seconds per step")
         axis.grid(alpha=0.25)

@@ -265,7 +265,7 @@ class Engine:
             self._gradient_made(op.key.step, unit, buffer)
         if last:
             self._free_weights(op, "f", unit)
-            self._relieve()
+            self._relieve(step_over=False)
         if last and unit == head:
             self._free_weights(op, "h", 0)
 
@@ -282,12 +282,12 @@ class Engine:
         self.swapper.free((unit, micro_batch))
         if last:
             self._free_weights(op, "b", unit)
-            self._relieve()
+            self._relieve(step_over=unit == 0)
 
-    def _relieve(self) -> None:
+    def _relieve(self, *, step_over: bool) -> None:
         """Between two units; what one micro-batch frees the next one takes."""
         if self._relief is not None:
-            self._relief.relieve()
+            self._relief.relieve(step_over=step_over)
 
     def _gradient_buffer(self, unit: int) -> HostBuffer | _DeviceBuffer | None:
         """Where a unit's gradient is cast to: device memory, or on `cpu` the slab it stays in."""

@@ -29,7 +29,7 @@ from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
 from lohan.engine.export import Progress, export_store
 from lohan.engine.layout import UnitLayout
-from lohan.engine.memory import Relief, bound_allocator, resident_bytes
+from lohan.engine.memory import OVERHEAD_BYTES, Relief, bound_allocator, resident_bytes
 from lohan.engine.planning import Planned, Planning
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
@@ -303,7 +303,8 @@ class Run:
         """On `cpu` computing shares host memory: what it frees goes back to the system while there is room to go on."""
         if self.device.separate_memory:
             return None
-        return Relief(self.base_bytes + budget.total - budget.compute // 2)
+        limit = self.base_bytes + budget.total
+        return Relief(limit - OVERHEAD_BYTES, limit - budget.compute // 2)
 
     def _close_engine(self) -> None:
         """Let go of an engine whose plan no longer fits, with all it knows written down."""

@@ -2,12 +2,14 @@
 
     python benchmarks/against_ram.py [--directory DIR] [--tokens 4096] [--rounds 5] [--quick]
 
-A Llama-shaped model of about 100M parameters, 4096 tokens per step in micro-batches of 2048, fp32 compute on both
+A Llama-shaped model of about 100M parameters, 4096 tokens per step in micro-batches of 1024, fp32 compute on both
 sides. One side is plain PyTorch: fp32 weights, gradient checkpointing, AdamW(fused=True), clip_grad_norm_. The other is
 lohan with a bf16 wire and a budget so small that next to nothing stays in memory: at least 80 % of weights and state
-cross the SSD in every step (printed). Both have all cores: torch's own number of threads for every operator; lohan's
-compute and update take turns on them, and its I/O threads (which mostly wait, and checksum) come on top. Each side is a
-process of its own that does one step when told, in turn, after two warm-up steps; the ratio is that of the medians.
+cross the SSD in every step (printed). It has measured the machine first, as `lohan train` does, so that its plan may
+swap activations to the SSD where that is faster than computing them again (also printed). Both have all cores: torch's
+own number of threads for every operator; lohan's compute and update take turns on them, and its I/O threads (which
+mostly wait, and checksum) come on top. Each side is a process of its own that does one step when told, in turn, after
+two warm-up steps; the ratio is that of the medians.
 
 The last line is JSON: ratio (tokens/s over plain PyTorch's), ssd_bytes_per_step, state_bytes, peak_rss_bytes,
 ram_peak_rss_bytes.
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,7 @@ SHAPES = {
     },
 }  # fmt: skip
 SEQUENCE = 512
-MICRO_BATCH_TOKENS = 2048
+MICRO_BATCH_TOKENS = 1024
 
 
 def make_model(shape: str, folder: Path) -> int:
@@ -92,22 +93,44 @@ def plain_worker(folder: Path) -> Callable[[list[dict[str, Any]]], dict[str, flo
     return step
 
 
+def measure_machine(directory: Path) -> Path:
+    """`lohan profile`, in a process of its own so that its memory is not counted as training's."""
+    drive, out = directory / "profile", directory / "machine.yaml"
+    drive.mkdir()
+    command = [
+        sys.executable,
+        "-c",
+        "from lohan.cli import main; main()",
+        "profile",
+        "--tokens",
+        str(MICRO_BATCH_TOKENS),
+    ]
+    subprocess.run([*command, "--ssd", str(drive), "--out", str(out)], check=True)
+    return out
+
+
 def work(side: str, folder: Path, directory: Path, tokens: int, vocabulary: int, host_memory: str) -> None:
     """A process that does one step for every line it is sent, and answers with one line."""
     if side == "plain":
         _serve(plain_worker(folder), tokens, vocabulary)
         return
     from lohan.engine.run import open_run
+    from lohan.hardware import load_machine
 
     with open_run(
         model=folder, ssd=[directory / "run"], host_memory=host_memory, device="cpu", learning_rate=1e-5,
-        max_grad_norm=1.0, commit_every=10,
+        max_grad_norm=1.0, commit_every=10, machine=load_machine(directory / "machine.yaml"),
     ) as run:  # fmt: skip
 
         def step(micro_batches: list[dict[str, Any]]) -> dict[str, float]:
             before = run.ssd_bytes
             loss = run.step(micro_batches).loss
-            return {"loss": loss, "ssd_bytes": float(run.ssd_bytes - before), "crossing": crossing(run)}
+            return {
+                "loss": loss,
+                "ssd_bytes": float(run.ssd_bytes - before),
+                "crossing": crossing(run),
+                "kept": kept(run),
+            }
 
         _serve(step, tokens, vocabulary)
 
@@ -123,6 +146,13 @@ def crossing(run: Any) -> float:
     return away / total
 
 
+def kept(run: Any) -> float:
+    """The share of the blocks' heavy operators whose outputs wait for backward instead of being computed again."""
+    units = [(unit, size) for unit, size in enumerate(run.planned.size.units) if size.kind == "block"]
+    needed = sum(sum(op.needed for op in size.operators) for _, size in units)
+    return sum(len(run.plan.keeps(unit)) for unit, _ in units) / max(1, needed)
+
+
 def _serve(step: Callable[[list[dict[str, Any]]], dict[str, float]], tokens: int, vocabulary: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
@@ -133,8 +163,13 @@ def _serve(step: Callable[[list[dict[str, Any]]], dict[str, float]], tokens: int
         started = time.perf_counter()
         said = step(data)
         said["seconds"] = time.perf_counter() - started
-        said["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        said["peak_rss"] = peak_rss()
         print(json.dumps(said), flush=True)
+
+
+def peak_rss() -> float:
+    """Of this process alone; ru_maxrss would include what its parent held before exec."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024.0
 
 
 class Worker:
@@ -170,7 +205,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where the store goes; a drive's, not RAM's")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--host-memory", default="870MB")
+    parser.add_argument("--host-memory", default="900MB")
     parser.add_argument("--quick", action="store_true", help="a tiny model, for trying the benchmark itself")
     parser.add_argument("--worker", choices=("plain", "lohan"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -185,6 +220,7 @@ def main() -> None:
         parameters = make_model(shape, directory / "model")
         arguments = ["--folder", str(directory / "model"), "--directory", name, "--tokens", str(options.tokens)]
         arguments += ["--host-memory", options.host_memory] + (["--quick"] if options.quick else [])
+        measure_machine(directory)
         sides = {side: Worker(side, arguments) for side in ("plain", "lohan")}
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         last: dict[str, dict[str, float]] = {}
@@ -204,6 +240,7 @@ def main() -> None:
     state = parameters * 12
     crossed = last["lohan"]["crossing"]
     print(f"{parameters / 1e6:.1f}M parameters, {state / 1e9:.2f} GB of weights and state, {crossed:.0%} only on SSD")
+    print(f"{last['lohan']['kept']:.0%} of the operators that backward needs are kept instead of computed again")
     print(
         json.dumps(
             {

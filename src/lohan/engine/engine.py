@@ -265,7 +265,7 @@ class Engine:
             self._gradient_made(op.key.step, unit, buffer)
         if last:
             self._free_weights(op, "f", unit)
-            self._relieve(step_over=False)
+        self._relieve(step_over=False)
         if last and unit == head:
             self._free_weights(op, "h", 0)
 
@@ -282,10 +282,10 @@ class Engine:
         self.swapper.free((unit, micro_batch))
         if last:
             self._free_weights(op, "b", unit)
-            self._relieve(step_over=unit == 0)
+        self._relieve(step_over=last and unit == 0)
 
     def _relieve(self, *, step_over: bool) -> None:
-        """Between two units; what one micro-batch frees the next one takes."""
+        """Between two micro-batches, or two steps."""
         if self._relief is not None:
             self._relief.relieve(step_over=step_over)
 

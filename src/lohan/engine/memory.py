@@ -56,8 +56,8 @@ def bound_allocator() -> None:
 class Relief:
     """Gives freed memory back to the system when the process comes near its budget.
 
-    Freed blocks below 16 MiB leave holes in the heap: 0.5 GB at 100M parameters and 1024 tokens. Trimming them costs the
-    page faults of what is used again, so between micro-batches it is done only where the next might not fit otherwise:
+    Freed blocks below 16 MiB leave holes in the heap: 0.5 GB at 100M parameters and 1024 tokens. Trimming them costs
+    the page faults of what is used again, so between micro-batches it is done only where the next might not fit:
     done after every unit it took 0.9 s of core time in a step of 9 s. Once a step, when least is in use, it is done as
     soon as the holes take half of what computing was given, so that they do not grow from step to step.
     """

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where model and store go; a drive's, not RAM's")
     parser.add_argument("--host-memory", default="3GB")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--state-format", default="fp32", help="fp32 has the most state: 14 bytes per parameter")
     parser.add_argument("--quick", action="store_true", help="a small model, for trying the benchmark itself")
     options = parser.parse_args()
     shape = ["2", "256"] if options.quick else ["18", "2048"]
@@ -46,7 +47,8 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", _MAKE, str(folder), *shape], check=True)
         generator = torch.Generator().manual_seed(0)
         with open_run(
-            model=folder, ssd=[Path(name) / "run"], host_memory=options.host_memory, device="cpu"
+            model=folder, ssd=[Path(name) / "run"], host_memory=options.host_memory, device="cpu",
+            state_format=options.state_format,
         ) as run:  # fmt: skip
             parameters = sum(layout.pieces.num_elements for layout in run.layouts)
             state = sum(layout.pieces.state_bytes + layout.pieces.weights_bytes for layout in run.layouts)

@@ -15,16 +15,17 @@ import torch
 
 from lohan.engine.layout import UnitLayout, records_of
 from lohan.store import Arena, Handle, Slab, Store, create_store, has_store, open_arena, open_store, round_up
+from lohan.store.files import Files
 from lohan.store.sealed import checksum
 
 
-def drive_alone(layouts: Sequence[UnitLayout], directory: Path) -> float:
+def drive_alone(layouts: Sequence[UnitLayout], directory: Path, files: Files | None = None) -> float:
     """Seconds to read and write what one step does, in a store of its own, with nothing else going on."""
     records = records_of(layouts, gradients=False)
-    if not has_store(directory):
-        create_store([directory], records)
+    if not has_store(directory, files):
+        create_store([directory], records, files=files)
     reads, writes = step_records(layouts)
-    with open_store([directory]) as store, open_arena(34 * (12 << 20)) as arena:
+    with open_store([directory], files=files) as store, open_arena(34 * (12 << 20)) as arena:
         first = (store.committed_step or 0) + 1
         if first == 1:  # both slots of every record are written once before anything is timed
             for step in (1, 2):

@@ -34,6 +34,7 @@ import xxhash
 from lohan.store import Arena, Files, Handle, RecordSpec, Slab, Store, create_store, measure_drive, open_arena
 from lohan.store import open_store as open_any_store
 from lohan.store.sealed import checksum
+from lohan.testing.paced_files import PacedFiles
 
 MIB, GIB = 1 << 20, 1 << 30
 BLOCK = os.urandom(MIB)  # not zeros: some drives and filesystems store those for free
@@ -268,40 +269,6 @@ def fill(memory: memoryview) -> None:
 
 
 # -- one slow drive -----------------------------------------------------------------------------------------------
-
-
-class PacedFiles(Files):
-    """Real files, held to a rate per directory as if each were a drive of its own."""
-
-    def __init__(self, rates: dict[str, float]):
-        self._rates = rates  # by directory name
-        self._names: dict[int, str] = {}
-        self._free_at = dict.fromkeys(rates, 0.0)
-        self._guard = threading.Lock()
-
-    def open(self, path: Path, *, write: bool, create: bool = False, direct: bool = False) -> int:
-        descriptor = super().open(path, write=write, create=create, direct=direct)
-        self._names[descriptor] = path.parent.name
-        return descriptor
-
-    def read(self, descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:  # type: ignore[override]
-        end = self._reserve(descriptor, pieces)
-        moved = super().read(descriptor, pieces, offset)
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return moved
-
-    def write(self, descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:  # type: ignore[override]
-        end = self._reserve(descriptor, pieces)
-        moved = super().write(descriptor, pieces, offset)
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return moved
-
-    def _reserve(self, descriptor: int, pieces: Sequence[memoryview]) -> float:
-        name = self._names[descriptor]
-        with self._guard:
-            start = max(self._free_at[name], time.perf_counter())
-            self._free_at[name] = start + sum(map(len, pieces)) / self._rates[name]
-            return self._free_at[name]
 
 
 def slow_drive(root: Path, *, record_bytes: int, total_bytes: int, rounds: int) -> None:

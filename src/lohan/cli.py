@@ -61,7 +61,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 def main() -> None:
     """The `lohan` command."""
-    app()
+    app(prog_name="lohan")
 
 
 def _print_version(wanted: bool) -> None:
@@ -153,7 +153,7 @@ def _print_findings(console: Any, findings: list[Finding]) -> None:
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The first SSD directory of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's output_dir, config file or first SSD directory.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new Hugging Face folder to write.")],
     dtype: Annotated[
         str | None, typer.Option(metavar="bf16|fp16|fp32", help="Convert the weights. By default they stay as trained.")
@@ -167,6 +167,7 @@ def export(
     """Write the weights of a run's last commit as a Hugging Face folder. The run must not be open elsewhere."""
     from lohan.engine.export import export_run
     from lohan.sizes import format_bytes
+    from lohan.train.find_run import find_run
 
     written = 0
 
@@ -177,7 +178,7 @@ def export(
             written = total
             progress(done, total)
 
-        export_run(run, out, ssd=ssd or (), dtype=dtype, master=master, progress=told)
+        export_run(find_run(run) or run, out, ssd=ssd or (), dtype=dtype, master=master, progress=told)
     print(f"{out}: {format_bytes(written)} of weights.")
 
 

@@ -134,6 +134,7 @@ def _status_rows(found: Status) -> list[tuple[str, str]]:
     from lohan.train.display import clock
 
     words = {
+        "new": "not begun. `lohan train` with its config begins",
         "running": f"running (process {found.pid})",
         "died": "not running: it was killed. The same command goes on from the last commit",
         "interrupted": "stopped by hand. The same command goes on",

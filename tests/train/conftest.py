@@ -1,6 +1,10 @@
+import sys
+
 import pytest
 import torch
 import transformers
+
+from lohan import cli
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +19,18 @@ def one_thread():
 @pytest.fixture(autouse=True, scope="session")
 def _no_progress_bars():
     transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def lohan(capsys, monkeypatch):
+    """Run a command in this process: its exit code, stdout and stderr."""
+
+    def run(*arguments: object):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["lohan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code or 0, out, err
+
+    return run

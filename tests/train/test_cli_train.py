@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from tiny_tokenizers import CHATML, byte_level
 
-from lohan import cli
 from lohan.cli_profile import write_machine
 from lohan.errors import PlanInfeasible
 from lohan.plan.plan import ModelSize, Plan, UnitSize
@@ -53,21 +51,6 @@ def file(config, tmp_path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
     return path
-
-
-@pytest.fixture
-def lohan(capsys, monkeypatch):
-    """Run a command in this process: its exit code, stdout and stderr."""
-
-    def run(*arguments: object):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["lohan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
 
 
 def test_a_config_becomes_a_model_that_writes(lohan, file, config, tmp_path):

@@ -18,7 +18,14 @@ from torch import nn
 
 from lohan.engine.layout import UnitLayout, lay_out, records_of
 from lohan.engine.load import fill_store
-from lohan.engine.run_folder import MODEL_FOLDER, RUN_FILE, RunFolder, read_run_folder, refuse_foreign_files
+from lohan.engine.run_folder import (
+    MODEL_FOLDER,
+    RUN_FILE,
+    RunFolder,
+    read_run_folder,
+    refuse_foreign_files,
+    refuse_lost_store,
+)
 from lohan.engine.run_folder import write_run_folder as write_files
 from lohan.engine.settings import Settings
 from lohan.errors import ConfigError
@@ -144,6 +151,7 @@ def open_run_store(
         raise ConfigError("No directory was given for the run. Name at least one in `ssd`.")
     if not any(has_store(directory, files) for directory in directories):
         refuse_foreign_files(directories[0])
+        refuse_lost_store(directories[0])
         with model.open_weights():
             create_store(directories, records, versions=versions, weights=weights, files=files)
     with open_store(directories, observer=observer, files=files) as store:

@@ -122,6 +122,15 @@ def refuse_foreign_files(directory: Path) -> None:
         _read_json(directory / RUN_FILE)  # somebody else's run.json is not overwritten
 
 
+def refuse_lost_store(directory: Path) -> None:
+    """Before a store is made here: files of a run whose store has gone are not taken for an empty directory."""
+    if (directory / RUN_FILE).exists():
+        raise StoreMissing(
+            f"{directory} holds a run whose lohan.* files are not there. Restore them, or remove the directory to "
+            "begin anew."
+        )
+
+
 def write_run_folder(
     directory: Path,
     *,
@@ -187,8 +196,8 @@ def read_run_folder(directory: Path) -> RunFolder:
     """The files of the run whose first SSD directory this is."""
     if not (directory / RUN_FILE).is_file():
         raise StoreMissing(
-            f"{directory} holds no run: it has no {RUN_FILE}. Give the first SSD directory of a run, the first in "
-            "`ssd` when it was made."
+            f"{directory} holds no run: it has no {RUN_FILE}. Give a run's output_dir, or its first SSD directory (the "
+            "first in `ssd` when it was made)."
         )
     found = _read_json(directory / RUN_FILE)
     info = RunInfo(**{**found, "directories": tuple(found["directories"])})

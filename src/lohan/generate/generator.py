@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lohan.engine.export import run_directories
-from lohan.engine.run_folder import RUN_FILE, read_run_folder, wire_dtype
+from lohan.engine.run_folder import read_run_folder, wire_dtype
 from lohan.engine.settings import Settings, dtype_of
 from lohan.errors import ConfigError, ModelError, StoreLocked
 from lohan.generate.live_text import LiveText
@@ -29,11 +29,12 @@ from lohan.models.skeleton import build_skeleton
 from lohan.models.units import Units, partition
 from lohan.optim import Updater
 from lohan.sizes import parse_size
-from lohan.store import has_store, open_store
+from lohan.store import open_store
 from lohan.store.report import held
 from lohan.train.config_example import free_ram
 from lohan.train.data.encode import first_tokens
 from lohan.train.data.tokenizer import load_tokenizer
+from lohan.train.find_run import find_run
 
 _FREE_SHARE = 0.5
 """Of what is free, for weights; the rest is for caches, activations and everybody else. By feel."""
@@ -96,16 +97,31 @@ class Generator:
             ids = [*first_tokens(self.tokenizer), *self.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
         if not ids:
             raise ConfigError("The prompt is empty. Write something to go on from.")
+        positions = self._positions()
+        if positions is not None and len(ids) >= positions:
+            raise ConfigError(
+                f"The prompt has {len(ids)} tokens and the model {positions} positions. Shorten it to fewer than that."
+            )
         return list(ids)
+
+    def _positions(self) -> int | None:
+        """Tokens the model can tell apart by their place, as its config says."""
+        config: Any = self.streamed.model.config
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return positions if isinstance(positions, int) and positions > 0 else None
 
     def continue_ids(self, ids: Tensor, sampling: Sampling, *, streamer: Any = None) -> Tensor:
         """Rows of tokens, gone on with. The random state of the process is left as it was."""
         model: Any = self.streamed.model
         devices = [] if self._device.type == "cpu" else [self._device]
+        config = self._config(sampling)
+        positions = self._positions()
+        if positions is not None:  # beyond them a model writes nonsense, or fails
+            config.max_new_tokens = max(1, min(config.max_new_tokens, positions - ids.shape[1]))
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(sampling.seed)
             result: Tensor = model.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=self._config(sampling), streamer=streamer
+                ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer
             )
         return result
 
@@ -139,7 +155,7 @@ def open_generator(
     where = _device(device)
     compute = Settings(compute_dtype=dtype).compute(where.type) if dtype is None else dtype_of(dtype, "dtype")
     budget = int(_FREE_SHARE * free_memory(where)) if memory == "auto" else parse_size(memory, name="memory")
-    run = _run_of(Path(place))
+    run = _run_or_folder(Path(place))
     with ExitStack() as owned:
         folder = Path(place) if run is None else run / "model"
         tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -232,19 +248,11 @@ def _open_run(run: Path, model: nn.Module) -> Iterator[Weights]:
         yield StoreWeights(store, folder.layouts(updater))
 
 
-def _run_of(place: Path) -> Path | None:
+def _run_or_folder(place: Path) -> Path | None:
     """The first SSD directory of the run that `place` names; None for a Hugging Face folder."""
-    if (place / RUN_FILE).is_file() and has_store(place):
-        return place
-    if (place / "config.json").is_file():
-        return None
-    from lohan.train.status import find_config
-
-    if place.is_file() or (place / "config.yaml").is_file():
-        for directory in find_config(place).ssd:
-            if (Path(directory) / RUN_FILE).is_file():
-                return Path(directory)
-        raise ConfigError(f"The run of {place} has not begun: there is nothing in its `ssd` yet.")
+    run = find_run(place)
+    if run is not None or (place / "config.json").is_file():
+        return run
     raise ModelError(
         f"{place} is neither a run nor a Hugging Face folder. Give a run's SSD directory or output_dir, or a folder "
         "with config.json and *.safetensors."
@@ -261,7 +269,7 @@ def _device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {name!r}. Write auto, cpu, cuda or cuda:1.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("There is no GPU that torch can use. Write device: cpu.")
+        raise ConfigError("There is no GPU that torch can use. Choose the device cpu.")
     return device
 
 

@@ -23,11 +23,13 @@ from typing import Any
 import yaml
 
 from lohan.errors import ConfigError
+from lohan.nearest import did_you_mean
 from lohan.profiles import DriveProfile, MachineProfile
 from lohan.sizes import parse_size
 
 _SIZES = {"gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes", "capacity": "capacity_bytes"}
 _TEXT = ("name", "gpu_name", "notes")
+_MEASURE = "Measure this machine with: lohan profile --ssd PATH --out machine.yaml"
 
 
 def machine_names() -> list[str]:
@@ -42,19 +44,28 @@ def load_machine(name_or_path: str | Path) -> MachineProfile:
     if name in machine_names():
         text = (resources.files("lohan.hardware") / "machines" / f"{name}.yaml").read_text()
     elif Path(name).is_file():
-        text = Path(name).read_text()
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name} cannot be read: {error}. {_MEASURE}") from None
     else:
         raise ConfigError(
             f"There is no machine file {name!r} and no machine of that name. Known are: {', '.join(machine_names())}.\n"
-            "Measure this machine with: lohan profile --ssd PATH --out machine.yaml"
+            f"{_MEASURE}"
         )
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not YAML: {error}") from None
+        mark = getattr(error, "problem_mark", None)
+        place = name if mark is None else f"{name}, line {mark.line + 1}"
+        why = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{place}: this is not YAML: {why}. {_MEASURE}") from None
     if not isinstance(loaded, Mapping):
-        raise ConfigError(f"{name} does not describe a machine: it holds no names and values.")
-    return machine_from_dict(loaded, where=name)
+        raise ConfigError(f"{name} does not describe a machine: it holds no names and values. {_MEASURE}")
+    try:
+        return machine_from_dict(loaded, where=name)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{_MEASURE}") from None
 
 
 def machine_from_dict(values: Mapping[str, Any], *, where: str = "machine") -> MachineProfile:
@@ -120,7 +131,8 @@ def _make(kind: Any, values: Mapping[str, Any], where: str, **more: Any) -> Any:
     for key, value in values.items():
         name = _SIZES.get(key, key)
         if name not in known or name in more:
-            raise ConfigError(f"{where} has {key!r}, which is not known. Known are: {', '.join(known)}.")
+            hint = did_you_mean(str(key), known) or f" Known are: {', '.join(known)}."
+            raise ConfigError(f"{where} has {key!r}, which is not known.{hint}")
         made[name] = _checked(known[name], value, f"{where}: {key}")
     missing = [n for n, one in known.items() if one.default is MISSING and n not in made and n not in more]
     if missing:

@@ -144,10 +144,12 @@ def match_folder(folder: Folder, model: nn.Module, units: Units) -> Checkpoint:
             f"float16" for run in source.runs if run.entry.dtype not in _EXACT_IN_FP32
         ]  # fmt: skip
     missing = [name for name in params if name not in found and name not in placed.refused]
+    if folder.unread:  # what is in a file that cannot be read is no news beside it
+        missing = []
     # A buffer the model has computed by itself stays as it is, as in from_pretrained.
     missing += [
         name for name, buffer in persistent.items()
-        if buffer.is_meta and name not in sources and name not in placed.refused
+        if buffer.is_meta and name not in sources and name not in placed.refused and not folder.unread
     ]  # fmt: skip
     problems += [f"missing: {name} {list(shapes[name])}" for name in missing]
     if not problems:

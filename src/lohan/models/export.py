@@ -255,7 +255,9 @@ def _appears_when_complete(out: Path, need_bytes: int) -> Iterator[Path]:
                 f"The drive of {out} became full while exporting {format_bytes(need_bytes)}. Nothing was left behind.\n"
                 f"Free that much, or export to another drive."
             ) from error
-        raise ModelError(f"{out} cannot be written: {error.strerror or error}. Nothing was left behind.") from error
+        raise ModelError(
+            f"{out} cannot be written: {error.strerror or error}. Nothing was left behind. Name another folder."
+        ) from error
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -24,10 +24,19 @@ PIECE_BYTES = 16 << 20
 
 
 class Folder:
-    def __init__(self, path: Path, tensors: dict[str, TensorEntry], problems: tuple[str, ...]):
+    def __init__(
+        self,
+        path: Path,
+        tensors: dict[str, TensorEntry],
+        problems: tuple[str, ...],
+        unread: frozenset[str] = frozenset(),
+    ):
         self.path = path
         self.tensors = tensors
         self.problems = problems
+        self.unread = unread
+        """Files that are missing or whose header cannot be read; what they hold is not known."""
+
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -127,7 +136,7 @@ def open_folder(folder: Path) -> Folder:
     for tensor, name in promised.items():
         if name not in unread and (tensor not in tensors or tensors[tensor].file.name != name):
             problems.append(f"missing: {tensor} is not in {name}, where {INDEX_FILE} says it is")
-    return Folder(folder, tensors, tuple(problems))
+    return Folder(folder, tensors, tuple(problems), frozenset(unread))
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
@@ -136,7 +145,9 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
         weight_map = index["weight_map"]
         good = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"{path} cannot be read: {type(error).__name__}: {error}. Download or save the model again."
+        ) from error
     if not good or not weight_map:
         raise ModelError(f"{path} has no weight_map from tensor names to file names. Download or save the model again.")
     promised, outside = {}, set()

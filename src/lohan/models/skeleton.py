@@ -8,6 +8,7 @@ from the checkpoint. The random state of the process is left as it was.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ def build_skeleton(
     """
     from transformers import AutoModelForCausalLM
 
-    config = _read_config(folder, trust_remote_code)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
     with torch.random.fork_rng(devices=[]), parameters_on_meta():
         try:
             for part in (config, config.get_text_config()):
@@ -60,7 +61,7 @@ def build_skeleton(
         except Exception as error:  # constructors fail in many ways on a config that makes no sense
             raise ModelError(
                 f"{folder} cannot be built as a causal language model (model_type {config.model_type!r}): "
-                f"{type(error).__name__}: {error}\n"
+                f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
                 f"lohan trains what AutoModelForCausalLM.from_config accepts; check config.json"
                 + ("." if attn_implementation is None else f" and attn_implementation={attn_implementation!r}.")
             ) from error
@@ -118,18 +119,18 @@ def _num_elements(func: Callable[..., Any], args: tuple[Any, ...], options: dict
     return prod(size) if isinstance(size, (tuple, list)) else 0
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The folder's config. ModelError with what to do for all that transformers cannot make a model of."""
     from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{folder} has no config.json, so it is not a Hugging Face model folder.\n"
-            f"Give the folder that holds config.json and the *.safetensors files."
-        )
+    _look_at_config(folder, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # each config class checks its values in its own way
-        raise ModelError(f"{folder / 'config.json'} cannot be read as a model config: {error}") from error
+        why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise ModelError(
+            f"{folder / 'config.json'} cannot be read as a model config: {why}. Download it again, or correct it."
+        ) from error
     if getattr(config, "quantization_config", None) is not None:
         method = getattr(config.quantization_config, "quant_method", None)
         if method is None and isinstance(config.quantization_config, dict):
@@ -140,6 +141,45 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
             f"save it with save_pretrained, and use that folder."
         )
     return config
+
+
+def _look_at_config(folder: Path, trust_remote_code: bool) -> None:
+    """What can be told without transformers, in words that help."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not folder.is_dir():
+        raise ModelError(
+            f"{folder} is not a folder. Set model_name_or_path to a local Hugging Face folder; "
+            "a model of the Hub must be downloaded first: hf download NAME --local-dir FOLDER."
+        )
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{folder} has no config.json, so it is not a Hugging Face model folder.\n"
+            f"Give the folder that holds config.json and the *.safetensors files."
+        )
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read: {error}. Download it again.") from None
+    if not isinstance(found, dict) or not found:
+        raise ModelError(f"{file} does not describe a model: it is not a JSON object with entries. Download it again.")
+    kind = found.get("model_type")
+    if kind in CONFIG_MAPPING or trust_remote_code:
+        return
+    if found.get("auto_map"):
+        raise ModelError(
+            f"{folder} needs Python code that comes with it. Read its *.py files, and if you trust them set "
+            "trust_remote_code: true."
+        )
+    if kind is None:
+        raise ModelError(f"{file} names no model_type. Download it again.")
+    import transformers
+
+    raise ModelError(
+        f"{file} has the model_type {kind!r}, which transformers {transformers.__version__} does not know. Correct it, "
+        "or install a newer transformers: pip install -U transformers."
+    )
 
 
 def _fp32_patterns(model: nn.Module, dtype: torch.dtype) -> list[str]:

@@ -57,6 +57,9 @@ class TensorEntry:
     num_bytes: int
 
 
+_LFS_POINTER = b"version https://git-lfs"
+
+
 class BadTensorFile(ModelError):
     """A safetensors file that cannot be read. The message is one line without the path."""
 
@@ -69,6 +72,9 @@ def read_entries(path: Path) -> tuple[dict[str, TensorEntry], list[str]]:
             first = file.read(8)
             if len(first) < 8:
                 raise BadTensorFile(f"truncated: {file_bytes} bytes, too short for a header")
+            if first == _LFS_POINTER[:8] and file.read(len(_LFS_POINTER) - 8) == _LFS_POINTER[8:]:
+                raise BadTensorFile("a Git LFS pointer instead of the weights: run `git lfs pull` in the folder")
+            file.seek(8)
             (header_bytes,) = struct.unpack("<Q", first)
             if header_bytes > HEADER_LIMIT_BYTES:
                 raise BadTensorFile(

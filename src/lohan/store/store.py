@@ -33,7 +33,7 @@ import numpy as np
 
 from lohan.errors import ConfigError, RecordMissing, StoreCorrupt, StoreError, StoreTorn
 from lohan.store.arena import round_up
-from lohan.store.drive import Drive, DriveLock, Header, order_drives, read_header
+from lohan.store.drive import Drive, DriveLock, Header, has_store, order_drives, read_header
 from lohan.store.files import Files
 from lohan.store.handle import Handle
 from lohan.store.layout import Layout
@@ -582,7 +582,7 @@ def _open(
     try:
         locks: list[DriveLock] = []
         for path in paths:  # before the headers are read: opening may mend them
-            if not read_only and files.is_directory(path):
+            if not read_only and has_store(path, files):  # a folder of somebody else's gets no lock file
                 locks.append(DriveLock(files, path))
                 undo.append(locks[-1].release)
         found = [read_header(files, path, repair=not read_only) for path in paths]

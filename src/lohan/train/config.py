@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lohan.errors import ConfigError
+from lohan.nearest import did_you_mean
 from lohan.plan.strategies import ENGINE_STRATEGIES, ONE_MICRO_BATCH
 from lohan.sizes import parse_size
-from lohan.train.nearest import did_you_mean
 
 AUTO = "auto"
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -337,7 +337,10 @@ def _check_pairs(config: TrainConfig) -> None:
         try:
             re.compile(config.frozen)
         except re.error as error:
-            raise BadValue("frozen", f"frozen is {config.frozen!r}, not a regular expression: {error}.") from None
+            raise BadValue(
+                "frozen",
+                f"frozen is {config.frozen!r}, not a regular expression: {error}. Write one like embed_tokens|lm_head.",
+            ) from None
     if not config.apply_chat_template and config.chat_template_path is not None:
         raise BadValue("chat_template_path", "chat_template_path is set and apply_chat_template is false. Remove one.")
     if len(set(config.ssd)) < len(config.ssd):

@@ -51,6 +51,8 @@ def changes_result(old: TrainConfig, new: TrainConfig) -> Changes:
     free: list[Change] = []
     for each in fields(TrainConfig):
         before, after = getattr(old, each.name), getattr(new, each.name)
+        if each.name == "data_seed" and before == after:
+            continue  # where it follows seed, seed is told
         if _meaning(old, each.name) != _meaning(new, each.name):
             (free if _is_free(each.name, old, new) else breaking).append(Change(each.name, before, after))
         elif before != after:

@@ -52,6 +52,17 @@ def find_machine(places: Sequence[str] | None = None) -> MachineFacts:
     return MachineFacts(_find_drives(places), free_ram(), gpus)
 
 
+def all_ram() -> int:
+    """RAM this process could ever take: the machine's, within its control group."""
+    import psutil
+
+    from lohan.doctor.machine import find_cgroup_memory
+
+    there = int(psutil.virtual_memory().total)
+    group = find_cgroup_memory()
+    return there if group is None else min(there, group.limit_bytes)
+
+
 def free_ram() -> int:
     """RAM this process can still take: what is free, within its control group."""
     import psutil

@@ -16,8 +16,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from lohan.errors import ConfigError
+from lohan.nearest import did_you_mean
 from lohan.train.config import BadValue, TrainConfig
-from lohan.train.nearest import did_you_mean
 
 _HINTS = get_type_hints(TrainConfig)
 _FOREIGN = {
@@ -77,8 +77,9 @@ def dump_config(config: TrainConfig) -> str:
 
 def _pairs(text: str, name: str) -> list[tuple[str, Any, int]]:
     """Keys, values and line numbers of a flat YAML mapping."""
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             return []
@@ -89,7 +90,9 @@ def _pairs(text: str, name: str) -> list[tuple[str, Any, int]]:
         pairs = []
         for key, value in root.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{name}, line {key.start_mark.line + 1}: a key must be one word.")
+                raise ConfigError(
+                    f"{name}, line {key.start_mark.line + 1}: a key must be one word. Write `key: value`."
+                )
             pairs.append((str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1))
         return pairs
     except yaml.MarkedYAMLError as error:
@@ -97,9 +100,12 @@ def _pairs(text: str, name: str) -> list[tuple[str, Any, int]]:
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{name}{line}: this is not YAML: {error.problem}. Write `key: value`.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist, a control character
-        raise ConfigError(f"{name}: this is not YAML: {str(error).splitlines()[0]}.") from None
+        raise ConfigError(
+            f"{name}: this is not YAML: {str(error).splitlines()[0]}. `lohan init` writes a config to start from."
+        ) from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _split_override(text: str) -> tuple[str, Any]:
@@ -117,6 +123,8 @@ def _checked(key: str, value: Any, where: str) -> Any:
     if key not in _HINTS:
         known = _FOREIGN.get(key.lower())
         hint = f" Here it is called {known}." if known else did_you_mean(key, _HINTS)
+        if isinstance(value, dict):
+            hint = " A config is flat: write the keys inside it as lines of their own, without the heading."
         raise ConfigError(f"{where}: there is no key {key!r}.{hint or ' All keys are in docs/config.md.'}")
     try:
         return coerce(key, value)

@@ -5,22 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lohan.errors import ConfigError, ModelError
+from lohan.errors import ConfigError
 from lohan.train.config import TrainConfig
 
 
 def check_model(folder: Path, config: TrainConfig, *, max_token: int | None = None, longest: int | None = None) -> None:
     """Refuse tokens and positions the model does not have. Without `max_token`, only what the config itself says."""
-    from transformers import AutoConfig
+    from lohan.models.skeleton import read_config
 
-    try:
-        model: Any = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
-        ).get_text_config()
-    except Exception as error:  # anything a broken folder can do to a parser
-        raise ModelError(
-            f"{folder}: its config.json cannot be read: {(str(error).splitlines() or [repr(error)])[0]}"
-        ) from None
+    model: Any = read_config(folder, trust_remote_code=config.trust_remote_code).get_text_config()
     positions = getattr(model, "max_position_embeddings", None)
     # Rows that are packed may be filled up with as many tokens as a row has.
     needed = config.max_length if config.packing else longest

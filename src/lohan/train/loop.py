@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lohan.engine.devices import open_device
 from lohan.engine.memory import resident_bytes
 from lohan.engine.run import Run, StepResult, open_run
 from lohan.errors import ConfigError, PlanInfeasible
@@ -23,11 +24,10 @@ from lohan.generate.generator import free_memory
 from lohan.hardware import load_machine
 from lohan.optim import make_schedule
 from lohan.report.record import RunRecord
-from lohan.sizes import parse_size
-from lohan.store import has_store
-from lohan.store.report import describe_store
+from lohan.sizes import format_bytes, parse_size
+from lohan.store import has_store, open_store
 from lohan.train.config import AUTO, TrainConfig
-from lohan.train.config_example import free_ram
+from lohan.train.config_example import all_ram, free_ram
 from lohan.train.config_file import dump_config
 from lohan.train.data.packed_model import check_packing
 from lohan.train.data.splits import Splits, open_data
@@ -37,10 +37,11 @@ from lohan.train.evaluation import Evaluations, evaluate, is_due
 from lohan.train.fitness import check_model
 from lohan.train.interrupt import Interrupt
 from lohan.train.metrics import MetricsFile
+from lohan.train.places import check_places, output_folder
 from lohan.train.preview import Preview, largest_batches, preview
 from lohan.train.replanning import Replanning
 from lohan.train.reporters import Reporters, make_reporters
-from lohan.train.resume import check_same, memory_of, recall
+from lohan.train.resume import Memory, check_same, memory_of, recall
 from lohan.train.samples import write_samples
 from lohan.train.status import CONFIG_NAME, note_status
 
@@ -84,22 +85,28 @@ def train(
     """
     going_on = _going_on(config, resume)
     folder = _model_folder(config, going_on)
+    if not going_on:
+        check_places(config)
+    check_machine(config)
+    check_model(folder, config)
     reporters = make_reporters(config)
-    _make_output(Path(config.output_dir))
-    data, tokenizer = _open_data(config, folder)
-    for sentence in data.report:
-        say(sentence)
-    total = total_steps(config, data.train.steps_per_epoch)
-    arguments = run_arguments(config, total)
-    ahead = preview(arguments, folder, data, total_steps=total, done_steps=_done_steps(config) if going_on else None)
-    if on_preview is not None:
-        on_preview(ahead)
-    with ExitStack() as owned:
+    with output_folder(Path(config.output_dir)), ExitStack() as owned:
+        data, tokenizer = _open_data(config, folder)
+        for sentence in data.report:
+            say(sentence)
+        total = total_steps(config, data.train.steps_per_epoch)
+        arguments = run_arguments(config, total)
+        done = None
+        if going_on:
+            done, saved = look_at_run(config)
+            check_same(saved, config, data.train.fingerprint, accept=accept_changes, say=say)
+        ahead = preview(arguments, folder, data, total_steps=total, done_steps=done)
+        if on_preview is not None:
+            on_preview(ahead)
         run = owned.enter_context(open_run(model=folder, **arguments))
         if on_run is not None:
             on_run(run)
         saved = recall(run.store.metadata)
-        check_same(saved, config, data.train.fingerprint, accept=accept_changes, say=say)
         (Path(config.output_dir) / CONFIG_NAME).write_text(dump_config(config), encoding="utf-8")
         note_status(Path(config.output_dir), "running", total_steps=total)
         if run.step_number:
@@ -346,18 +353,26 @@ def _going_on(config: TrainConfig, resume: bool | None) -> bool:
     return there
 
 
-def _done_steps(config: TrainConfig) -> int:
-    """Of the run that is there, asked without its lock."""
-    return int(describe_store([Path(directory) for directory in config.ssd])["committed_step"] or 0)
+def check_machine(config: TrainConfig) -> None:
+    """Refuse a device, a measured machine or an amount of RAM that is not there."""
+    if config.machine is not None:
+        load_machine(config.machine)
+    if config.device != AUTO:
+        gpu = None if config.gpu_memory is None else parse_size(config.gpu_memory, name="gpu_memory")
+        open_device(config.device, memory_bytes=gpu).close()
+    if config.host_memory != AUTO:
+        wanted, there = parse_size(config.host_memory, name="host_memory"), all_ram()
+        if wanted > there:
+            raise ConfigError(
+                f"host_memory is {format_bytes(wanted)} and this machine has {format_bytes(there)}. Set host_memory: "
+                f"{int(_FREE_SHARE * free_ram() / 1e6)}MB, three quarters of what is free now, or less."
+            )
 
 
-def _make_output(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be written to: {error.strerror}. Set another one.") from None
+def look_at_run(config: TrainConfig) -> tuple[int, Memory]:
+    """The steps that are done of the run that is there and what it remembers, asked without its lock."""
+    with open_store(config.ssd, read_only=True) as store:
+        return int(store.committed_step or 0), recall(store.metadata)
 
 
 def _model_folder(config: TrainConfig, going_on: bool) -> Path:
@@ -372,7 +387,6 @@ def _open_data(config: TrainConfig, folder: Path) -> tuple[Splits, Any]:
     tokenizer = load_tokenizer(
         folder, chat_template_path=config.chat_template_path, trust_remote_code=config.trust_remote_code
     )
-    check_model(folder, config)
     packing = check_packing(folder, trust_remote_code=config.trust_remote_code) if config.packing else None
     data = open_data(config, tokenizer, block_mask=packing == "block_mask")
     check_model(folder, config, max_token=data.max_token, longest=data.train.longest_row)

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from lohan.doctor.mounts import kind_of, mount_of, parse_mountinfo
 from lohan.engine.create import build_model, may_clip, num_versions
 from lohan.engine.devices import open_device
 from lohan.engine.layout import records_of
 from lohan.engine.planning import Planned, Planning
 from lohan.engine.settings import Settings
-from lohan.errors import StoreFull
+from lohan.errors import ConfigError, StoreFull
 from lohan.estimate.costs import REFERENCE_ENDURANCE_BYTES, costs_of
 from lohan.plan.fit import Wishes, staging_bytes
 from lohan.plan.pieces import PIECE_ELEMENTS
@@ -31,6 +32,7 @@ from lohan.profiles import MachineProfile
 from lohan.sim.run import simulate_steps
 from lohan.sim.sizes import with_fewer_pieces
 from lohan.sizes import format_bytes, parse_size
+from lohan.train.config_example import all_ram
 from lohan.train.data.batches import TokenData
 from lohan.train.data.splits import Splits
 from lohan.train.display import clock
@@ -154,6 +156,9 @@ def preview(
             model=built.module, units=built.units, layouts=built.layouts, device=opened, settings=settings,
             wishes=wishes, host_bytes=host_bytes, machine=machine, head_chunks=None,
         )  # fmt: skip
+        if done_steps is None:
+            with built.open_weights():
+                pass  # what is wrong with them is told before anybody is asked to begin
         shapes = largest_batches(data, total_steps)
         planned = planning.plan(shapes)
     gradients = may_clip(settings) or strategy == "separate-stage"
@@ -165,6 +170,8 @@ def preview(
             f"The store needs {format_bytes(space)} and {format_bytes(free)} are free in "
             f"{', '.join(map(str, directories))}. Free {format_bytes(space - free)}, or add a drive to `ssd`."
         )
+    if done_steps is None:
+        _refuse_ram_drives(directories, space, host_bytes)
     plans = [planned.plan]
     if clip == "auto" and planned.plan.clip == "speculative":  # steps that clip will change it
         plans.append(replace(planned.plan, clip="deferred"))
@@ -251,6 +258,20 @@ def _free_bytes(directories: Sequence[Path]) -> int:
         numbers = os.statvfs(place)
         found[os.stat(place).st_dev] = numbers.f_bavail * numbers.f_frsize
     return sum(found.values())
+
+
+def _refuse_ram_drives(directories: Sequence[Path], space: int, host_bytes: int) -> None:
+    """What lies on a tmpfs takes RAM: it must fit beside host_memory."""
+    mounts = parse_mountinfo(Path("/proc/self/mountinfo").read_text())
+    found = [(directory, mount_of(os.path.realpath(directory), mounts)) for directory in directories]
+    in_ram = [directory for directory, mount in found if mount is not None and kind_of(mount.filesystem) == "ram"]
+    taken, there = space * len(in_ram) // len(directories), all_ram()
+    if in_ram and taken + host_bytes > there:
+        raise ConfigError(
+            f"{', '.join(map(str, in_ram))} is in RAM, not on a drive: the store takes {format_bytes(taken)} there "
+            f"beside host_memory, {format_bytes(host_bytes)}, and this machine has {format_bytes(there)}. Name a "
+            "directory on a drive in `ssd`, or lower host_memory."
+        )
 
 
 def _percent(share: float) -> str:

@@ -18,7 +18,7 @@ class _Arguments:
     """What the callbacks ask of TrainingArguments, which itself cannot be made without accelerate."""
 
     def __init__(self, config: TrainConfig):
-        self.output_dir = config.output_dir
+        self.output_dir = str(Path(config.output_dir).absolute())  # W&B warns of a run_name that is equal to it
         self.run_name = config.run_name or Path(config.output_dir).name
         self.logging_steps = config.logging_steps
         self.load_best_model_at_end = config.load_best_model_at_end

@@ -31,7 +31,7 @@ class Status:
 
     output_dir: str
     state: str
-    """running, finished, early (stopped because nothing got better), interrupted, or died: it was killed."""
+    """new (not begun), running, finished, early (nothing got better), interrupted, or died: it was killed."""
 
     pid: int | None
     step: int
@@ -79,7 +79,7 @@ def status_of(config: TrainConfig, output: Path) -> Status:
     recent = steps[-_RECENT:]
     seconds = sum(line["seconds"] for line in recent)
     total = noted.get("total_steps")
-    state = noted.get("state", "running")
+    state = noted.get("state", "new")
     if is_open:
         state = "running"
     elif state == "running":

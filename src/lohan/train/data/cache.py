@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ import xxhash
 
 from lohan.errors import DataError
 from lohan.train.data.encode import Tokens
+from lohan.train.places import removed_if_empty
 
 FORMAT_VERSION = 1
 _META = "meta.json"
@@ -156,13 +157,21 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files.values():
-            file.close()
+        with ExitStack() as all_of_them:  # on a full drive closing fails, and the others must be closed all the same
+            for file in self._files.values():
+                all_of_them.callback(file.close)
 
 
 @contextmanager
 def new_folder(root: Path, key: str) -> Iterator[Path]:
     """A folder to write into, which gets its name when all went well and is gone when not."""
+    with removed_if_empty(root):
+        with _new_folder(root, key) as made:
+            yield made
+
+
+@contextmanager
+def _new_folder(root: Path, key: str) -> Iterator[Path]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))

@@ -149,7 +149,9 @@ class ChatRenderer:
                 return render([{**message, "content": message["content"] or ""} for message in messages])
         except Exception as error:
             raise DataError(
-                f"{place}: the chat template refuses this conversation: {str(error) or type(error).__name__}"
+                f"{place}: the chat template refuses this conversation: "
+                f"{(str(error) or type(error).__name__).rstrip('.')}. "
+                "Change the conversation, or give another template in chat_template_path."
             ) from None
 
 

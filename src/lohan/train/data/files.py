@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lohan.errors import DataError
-from lohan.train.nearest import did_you_mean
+from lohan.nearest import did_you_mean
 
 Record = dict[str, Any]
 _SPACE = re.compile(r"[ \t\r\n]*")
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar")
 _CHUNK_BYTES = 1 << 20
 _MAX_ELEMENT_CHARS = 64 << 20
 """An element of a JSON list that is longer is taken for a list that is broken."""
@@ -43,6 +44,8 @@ def open_reader(path: Path) -> Reader:
     """A reader for this file or folder, by its name."""
     if not path.exists():
         raise DataError(f"{path} does not exist. Check train_file and eval_file.")
+    if not path.is_dir() and not path.is_file():
+        raise DataError(f"{path} is not a file: it is read more than once. Write its content to a file.")
     if path.is_dir():
         from lohan.train.data.tables import DatasetFolder
 
@@ -59,8 +62,9 @@ def open_reader(path: Path) -> Reader:
 
         return Parquet(path)
     known = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+    hint = " Unpack it first." if suffix in _PACKED else did_you_mean(suffix, known) if suffix else ""
     raise DataError(
-        f"{path} has an unknown ending.{did_you_mean(suffix, known) if suffix else ''} Files of examples end in "
+        f"{path} has an unknown ending.{hint} Files of examples end in "
         f"{', '.join(known)}, or are a folder written by datasets' save_to_disk."
     )
 
@@ -78,7 +82,7 @@ def _open(path: Path) -> Any:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise DataError(f"{path} cannot be opened: {error.strerror}.") from None
+        raise DataError(f"{path} cannot be opened: {error.strerror}. Correct that, or name another file.") from None
 
 
 class _TextFile:
@@ -117,11 +121,11 @@ class JsonLines(_TextFile):
                 value = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{self.place(number)}: this is not JSON: {error.msg} at character {error.pos + 1}. "
+                    f"{self.place(number)}: this is not JSON: {_reason(error)} at character {error.pos + 1}. "
                     "Every line must be one whole object."
                 ) from None
             except RecursionError:
-                raise DataError(f"{self.place(number)}: this JSON is nested too deeply.") from None
+                raise DataError(f"{self.place(number)}: this JSON is nested too deeply. Remove the line.") from None
             yield number, _checked(value, self.place(number))
 
 
@@ -168,9 +172,12 @@ class JsonList(_TextFile):
                 # It may only be cut off by the window's edge. The window grows by more each time: linear in all.
                 if text.left > _MAX_ELEMENT_CHARS or not text.more(3 * text.left):
                     line = text.line + text.text.count("\n", text.at, error.pos)
-                    raise DataError(f"{self.place(line)}: this is not JSON: {error.msg}.") from None
+                    raise DataError(
+                        f"{self.place(line)}: this is not JSON: {_reason(error)}. Write the file again: it must be one "
+                        "whole list of objects."
+                    ) from None
             except RecursionError:
-                raise DataError(f"{self.place(text.line)}: this JSON is nested too deeply.") from None
+                raise DataError(f"{self.place(text.line)}: this JSON is nested too deeply. Remove it.") from None
 
 
 class _Window:
@@ -237,7 +244,10 @@ class Csv(_TextFile):
             try:
                 row = next(rows, None)
             except csv.Error as error:
-                raise DataError(f"{self.place(number)}: this is not CSV: {error}.") from None
+                raise DataError(
+                    f"{self.place(number)}: this is not CSV: {error}. A quote that is opened must be closed, and one "
+                    'inside a value is written twice: "".'
+                ) from None
             if row is None:
                 return
             if names is None:
@@ -252,6 +262,10 @@ class Csv(_TextFile):
                     )
                 yield number, dict(zip(names, row, strict=True))
             number = rows.line_num + 1
+
+
+def _reason(error: json.JSONDecodeError) -> str:
+    return error.msg.removesuffix(" at")  # some of Python's messages already lead to the place
 
 
 def _checked(value: Any, place: str) -> Record:

@@ -50,8 +50,10 @@ def tokenise(
     """All examples of these files as tokens, from the cache if they are there."""
     paths = [Path(file) for file in files]
     readers = [open_reader(path) for path in paths]  # all are looked at before the first is read
-    key = _key(paths, tokenizer, settings, cache)
+    seen = _read_seen(cache)
+    key = _key(paths, tokenizer, settings, seen)
     if (arrays := open_arrays(cache, key)) is not None:
+        _write_seen(cache, seen)
         return arrays
     with new_folder(cache, key) as folder, Writer(folder) as writer:
         counts = _write(readers, Encoder(
@@ -59,6 +61,7 @@ def tokenise(
         ), settings, writer, progress)  # fmt: skip
         _check_counts(counts, paths, settings)
         writer.finish(counts)
+    _write_seen(cache, seen)
     found = open_arrays(cache, key)
     if found is None:
         raise DataError(f"{cache / key} was written and cannot be read back. Check the drive it is on.")
@@ -138,7 +141,7 @@ def _check_counts(counts: Counts, paths: Sequence[Path], settings: DataSettings)
         return
     named = ", ".join(str(path) for path in paths)
     if not counts.records:
-        raise DataError(f"{named}: there are no examples.")
+        raise DataError(f"{named}: there are no examples. Name a file that has some in train_file and eval_file.")
     why = f"{counts.empty:,} are empty and {counts.without_label:,} have nothing to learn"
     fix = (
         f"Raise max_length (now {settings.max_length}): the answers are cut off."
@@ -151,10 +154,10 @@ def _check_counts(counts: Counts, paths: Sequence[Path], settings: DataSettings)
 # -- what the result depends on ---------------------------------------------------------------------------
 
 
-def _key(paths: Sequence[Path], tokenizer: Any, settings: DataSettings, cache: Path) -> str:
+def _key(paths: Sequence[Path], tokenizer: Any, settings: DataSettings, seen: dict[str, str]) -> str:
     hasher = xxhash.xxh3_128()
     for path in paths:
-        hasher.update(f"{path.suffix.lower()} {_content(path, cache)}\n".encode())
+        hasher.update(f"{path.suffix.lower()} {_content(path, seen)}\n".encode())
     hasher.update(tokenizer_fingerprint(tokenizer).encode())
     hasher.update(json.dumps([FORMAT_VERSION, asdict(settings)], sort_keys=True).encode())
     return str(hasher.hexdigest())
@@ -172,13 +175,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return str(hasher.hexdigest())
 
 
-def _content(path: Path, cache: Path) -> str:
-    """The hash of a file's or folder's content. One that has not changed since the last time is not read again."""
+def _content(path: Path, seen: dict[str, str]) -> str:
+    """The hash of a file's or folder's content. One that was seen and has not changed is not read again."""
     try:
         parts = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
         stamps = [(str(part.relative_to(path)), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
         stamp = xxhash.xxh3_128_hexdigest(json.dumps([str(path.resolve()), stamps]).encode())
-        seen = _read_seen(cache)
         if stamp not in seen:
             hasher = xxhash.xxh3_128()
             for part in parts:
@@ -187,10 +189,9 @@ def _content(path: Path, cache: Path) -> str:
                     while chunk := file.read(_CHUNK_BYTES):
                         hasher.update(chunk)
             seen[stamp] = hasher.hexdigest()
-            _write_seen(cache, seen)
         return seen[stamp]
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        raise DataError(f"{path} cannot be read: {error.strerror}. Correct that, or name another file.") from None
 
 
 def _read_seen(cache: Path) -> dict[str, str]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lohan.errors import DataError
+from lohan.nearest import did_you_mean
 from lohan.train.data.files import Record
-from lohan.train.nearest import did_you_mean
 
 KEYS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -27,6 +27,9 @@ _SPEAKERS = {
     "function_response": "tool",
 }  # fmt: skip
 """Who speaks in sharegpt's `from`."""
+
+_ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython", "observation")
+"""What chat templates know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +145,14 @@ def _message(value: Any, place: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"{place} has no role. Write user, assistant, system or tool in it.")
+    if role not in _ROLES:
+        # A misspelt assistant would be taken for a question, and its answer never learnt.
+        known = _SPEAKERS.get(role.lower())
+        hint = f" Here it is called {known}." if known else did_you_mean(role, _ROLES)
+        raise DataError(f"{place} has the role {role!r}.{hint} Write one of: {', '.join(_ROLES)}.")
     if "content" not in message:
         if not message.get("tool_calls"):
-            raise DataError(f"{place} has no content.")
+            raise DataError(f'{place} has no content. Write "content": "..." in it.')
         message["content"] = None  # what calls a tool need not say anything
         return message
     message["content"] = _content(message["content"], place)
@@ -158,7 +166,7 @@ def _content(value: Any, place: str) -> str:
         for part in value:
             kind = part.get("type", "text") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise DataError(f"{place} has a part of type {kind!r}. Only text can be learnt.")
+                raise DataError(f"{place} has a part of type {kind!r}. Only text can be learnt: remove it.")
             parts.append(part["text"])
         value = "".join(parts)
     if not isinstance(value, str):
@@ -179,7 +187,10 @@ def _get(record: Record, key: str, place: str) -> Any:
     if value is None:
         there = [name for name in record if isinstance(name, str) and record[name] is not None]
         hint = did_you_mean(key, there)
-        raise DataError(f"{place}: there is no {key}.{hint} Its keys are {', '.join(there) or 'none'}.")
+        raise DataError(
+            f"{place}: there is no {key}.{hint} Its keys are {', '.join(there) or 'none'}. All examples of a file have "
+            "the shape of its first: add what is missing, or move it to a file of its own."
+        )
     return value
 
 

@@ -16,6 +16,7 @@ from lohan.errors import ConfigError
 from lohan.train.config import TrainConfig
 from lohan.train.data.batches import BatchSettings, TokenData
 from lohan.train.data.cache import TokenArrays
+from lohan.train.data.files import open_reader
 from lohan.train.data.order import Indices, mix, mixed
 from lohan.train.data.prepare import DataSettings, Progress, tokenise
 from lohan.train.data.progress import byte_bar
@@ -52,6 +53,8 @@ def open_data(
         with byte_bar(what) as bar:
             return tokenise(files, tokenizer, settings, cache, bar)
 
+    for file in (*config.train_file, *config.eval_file):
+        open_reader(Path(file))  # one that is not there is told before the others are read
     arrays = read(config.train_file, "Tokenising")
     tested = read(config.eval_file, "Tokenising eval_file") if config.eval_file else arrays
     if config.eval_file:

@@ -23,9 +23,9 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # a missing or broken file shows as anything from OSError to a Rust panic
-        why = (str(error).splitlines() or [repr(error)])[0]
+        why = (str(error).splitlines() or [""])[0].rstrip(": .")
         raise ModelError(
-            f"{path} has no tokenizer that transformers can load: {why}\n"
+            f"{path} has no tokenizer that transformers can load ({type(error).__name__}: {why}). "
             "Put the model's tokenizer.json and tokenizer_config.json there."
         ) from None
     if len(tokenizer) == 0:
@@ -35,7 +35,11 @@ def load_tokenizer(
         try:
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template_path: {template} cannot be read: {error}.") from None
+            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+            raise ConfigError(
+                f"chat_template_path: {template} cannot be read: {why}. Correct the path, or remove the key to use the "
+                "tokenizer's own template."
+            ) from None
     return tokenizer
 
 

@@ -126,8 +126,8 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as a model config"),
-        ('{"model_type": "no_such_type"}', "cannot be read as a model config"),
+        ("{", "cannot be read: Expecting property name"),
+        ('{"model_type": "no_such_type"}', "does not know"),
         ('{"model_type": "vit"}', "cannot be built as a causal language model"),
         ('{"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}', r"quantized weights \(mxfp4\)"),
     ],

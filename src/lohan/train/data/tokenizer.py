@@ -35,9 +35,9 @@ def load_tokenizer(
         try:
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+            reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
             raise ConfigError(
-                f"chat_template_path: {template} cannot be read: {why}. Correct the path, or remove the key to use the "
+                f"chat_template_path: {template} cannot be read: {reason}. Correct the path, or remove the key to use the "
                 "tokenizer's own template."
             ) from None
     return tokenizer

@@ -181,7 +181,7 @@ CONFIGS = [
     key("warmup_steps", "9", "warmup_steps is 9 and max_steps is 2", "Lower the first"),
     key("packing", "maybe", "packing is 'maybe'", "Write true or false"),
     key("fp16", "true", "bf16 and fp16 are both true", "Add bf16: false"),
-    key("strategy", "zero-infinity", "strategy is 'zero-infinity'", "Write one of: lohan, separate-stage"),
+    key("strategy", "zero-infinity", "strategy is 'zero-infinity'", "Write one of: lohan"),
     key("report_to", "tensorbord", "report_to is 'tensorbord'", "Did you mean tensorboard?"),
     key("eval_steps", "2", "eval_steps has no effect", "Write eval_strategy: steps"),
     key("eval_strategy", "epoch", "there is nothing to evaluate on", "Add eval_share: 0.01"),

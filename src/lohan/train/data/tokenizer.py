@@ -37,8 +37,8 @@ def load_tokenizer(
         except (OSError, UnicodeDecodeError) as error:
             reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
             raise ConfigError(
-                f"chat_template_path: {template} cannot be read: {reason}. Correct the path, or remove the key to use the "
-                "tokenizer's own template."
+                f"chat_template_path: {template} cannot be read: {reason}. Correct the path, or remove the key to use "
+                "the tokenizer's own template."
             ) from None
     return tokenizer
 

@@ -46,10 +46,11 @@ def test_training_leaves_its_plan_and_a_late_step_in_two_small_files(run):
     assert (plan["after_step"], plan["total_steps"]) == (0, 5)
     assert plan["versions"].keys() >= {"lohan", "torch", "transformers", "Python"}
     assert step["step"] == 5
-    assert step["lanes"].keys() >= {"gpu", "cpu_update", "ssd_read", "ssd_write"}
+    busy = {"gpu", "cpu_update", "ssd_write"}  # with a model this small the planner may find room for all weights
+    assert step["lanes"].keys() >= busy
     assert 0 < step["busy"]["ssd"] <= step["seconds"]
     predicted = plan["predicted"]["steps"][step["clip"]]
-    assert predicted["lanes"].keys() >= {"gpu", "cpu_update", "ssd_read", "ssd_write"}
+    assert predicted["lanes"].keys() == step["lanes"].keys()
     assert 0 < predicted["busy"]["gpu"] <= predicted["seconds"]
 
 

@@ -7,5 +7,6 @@ oracle     plain PyTorch training that says what every bit of a run must be
 zoo        tiny models of every architecture that is promised
 parity     a run against the oracle, and the settings that must not change a bit
 late_files real files without durability, and files whose I/O lands late
+paced_files real files held to a rate, as if their drive were slower
 campaign   the commands: python -m lohan.testing.campaign property | kill | parity | races
 """

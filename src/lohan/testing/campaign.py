@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import sys
@@ -140,6 +141,7 @@ def _compare_cases(
 
 
 def main(arguments: list[str] | None = None) -> int:
+    os.environ.setdefault("MKL_CBWR", "AUTO")  # bits must not depend on where memory lies: docs/engine.md
     parser = argparse.ArgumentParser(prog="python -m lohan.testing.campaign", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     sequences = commands.add_parser("property", help="random sequences against a model")

@@ -113,7 +113,7 @@ def test_the_report_of_a_whole_run_has_every_chart_and_every_figure(run):
     assert tiers["RAM"]["budget"] == left(run, "plan.json")["preview"]["host_bytes"]
     assert tiers["RAM"]["measured"] >= 0  # nothing, in a process that held more before
     foretold, measured = tiers["SSD written per step"]["parts"][0][1], tiers["SSD written per step"]["measured"]
-    assert measured == pytest.approx(foretold, rel=0.3)  # what a step leaves for the next is counted there
+    assert measured == pytest.approx(foretold, rel=0.3)  # 0.1 was seen to fail once; the cause is not known
     for said in (
         "Finished: 5 of 5 steps",
         "model on data.jsonl",

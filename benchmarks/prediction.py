@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from lohan.measure.block_rate import BlockRate, BlockShape, measure_block
 from lohan.measure.lane_overhead import measure_op_seconds
 from lohan.measure.machine import NEVER_THE_LIMIT, num_cores
 from lohan.measure.store_rate import StoreRate, measure_store
+from lohan.measure.traffic import Traffic, open_traffic
 from lohan.measure.update_rate import UpdateRate, measure_update
 from lohan.optim import Updater
 from lohan.profiles import DriveProfile, MachineProfile
@@ -126,11 +128,12 @@ class Found:
 class Profiles:
     """This round's figures, each measured when first asked for."""
 
-    def __init__(self, directory: Path, seconds: float):
-        self._directory, self._seconds = directory, seconds
+    def __init__(self, directory: Path, seconds: float, owned: ExitStack):
+        self._directory, self._seconds, self._owned = directory, seconds, owned
         self._blocks: dict[BlockShape, BlockRate] = {}
         self._updates: dict[str, UpdateRate] = {}
         self._store: StoreRate | None = None
+        self._traffic: Traffic | None = None
         self._op_seconds = 0.0
 
     def machine(self, setting: Setting) -> MachineProfile:
@@ -138,6 +141,7 @@ class Profiles:
         if self._store is None:
             self._store = measure_store([self._directory], seconds=4 * self._seconds)
             self._op_seconds = measure_op_seconds(0.2)
+            self._traffic = self._owned.enter_context(open_traffic([self._directory], seconds=self._seconds))
         block, update, store = self._block(setting), self._update(setting.state_format), self._store
         virtual = setting.flops is not None
         link = LINK_BYTES_PER_SECOND if virtual else NEVER_THE_LIMIT
@@ -159,6 +163,11 @@ class Profiles:
             norm_share=update.norm_share,
             weights_seconds_per_parameter=block.weights_seconds_per_parameter,
             checksum_bytes_per_second=num_cores() / store.cpu_seconds_per_byte,
+            compute_beside_drives=None if block.shares is None else block.shares.work,
+            drives_beside_compute=None if block.shares is None else block.shares.drives,
+            update_beside_drives=None if update.shares is None else update.shares.work,
+            drives_beside_update=None if update.shares is None else update.shares.drives,
+            commit_seconds=store.commit_seconds,
             op_seconds=self._op_seconds,
         )  # fmt: skip
 
@@ -168,7 +177,7 @@ class Profiles:
         if setting.shape not in self._blocks:
             with open_device("cpu", memory_bytes=None) as device:
                 self._blocks[setting.shape] = measure_block(
-                    device, setting.shape, dtype=torch.float32, seconds=self._seconds
+                    device, setting.shape, dtype=torch.float32, seconds=self._seconds, traffic=self._traffic
                 )
         return self._blocks[setting.shape]
 
@@ -176,7 +185,7 @@ class Profiles:
         if name not in self._updates:
             settings = Settings(state_format=name)
             updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
-            self._updates[name] = measure_update(updater, seconds=self._seconds)
+            self._updates[name] = measure_update(updater, seconds=self._seconds, traffic=self._traffic)
         return self._updates[name]
 
 
@@ -287,12 +296,13 @@ def measure(settings: Iterable[Setting], rounds: int, directory: Path, seconds: 
     stores.mkdir()
     for number in range(rounds):
         started = time.perf_counter()
-        profiles = Profiles(directory, seconds)
-        for one in found:
-            turn(one, profiles.machine(one.setting), models, stores)
-            said, took = one.predicted[-1], one.measured[-1]
-            lanes = "  ".join(f"{name} {a[-1]:.3f}/{b[-1]:.3f}" for name, (a, b) in one.lanes.items())
-            print(f"  {one.setting.name:<72}{said:>8.3f}{took:>8.3f}{said / took - 1:>+8.1%}   {lanes}", flush=True)
+        with ExitStack() as owned:
+            profiles = Profiles(directory, seconds, owned)
+            for one in found:
+                turn(one, profiles.machine(one.setting), models, stores)
+                said, took = one.predicted[-1], one.measured[-1]
+                lanes = "  ".join(f"{name} {a[-1]:.3f}/{b[-1]:.3f}" for name, (a, b) in one.lanes.items())
+                print(f"  {one.setting.name:<72}{said:>8.3f}{took:>8.3f}{said / took - 1:>+8.1%}   {lanes}", flush=True)
         print(f"round {number + 1} of {rounds}: {time.perf_counter() - started:.0f} s", flush=True)
     return found
 

@@ -128,6 +128,13 @@ def machine_rows(machine: MachineProfile) -> list[tuple[str, str]]:
     ]
     if machine.checksum_bytes_per_second is not None:
         rows.append(("cores serve drives", f"at most {_per_second(machine.checksum_bytes_per_second)}"))
+    beside = [("computing", machine.compute_beside_drives, machine.drives_beside_compute)]
+    beside.append(("updating", machine.update_beside_drives, machine.drives_beside_update))
+    for work, own, drives in beside:
+        if own is not None and drives is not None:
+            rows.append((f"{work} beside traffic", f"keeps {own:.0%} of its rate, the drives {drives:.0%} of theirs"))
+    if machine.drives and machine.commit_seconds:
+        rows.append(("a commit takes", f"{machine.commit_seconds * 1e3:.3g} ms"))
     return [
         *rows,
         ("an operation costs", f"{machine.op_seconds * 1e6:.0f} µs"),

@@ -69,6 +69,18 @@ class MachineProfile:
     checksum_bytes_per_second: float | None = None
     """What the drives would move if all cores did nothing but serve them: checksums, copies, system calls."""
 
+    compute_beside_drives: float | None = None
+    """Of its rate, what computing keeps while the drives are busy, where it runs on the same cores; None: reckoned from
+    `checksum_bytes_per_second`, as the three below."""
+
+    drives_beside_compute: float | None = None
+    """Of their rate, what the drives keep meanwhile."""
+
+    update_beside_drives: float | None = None
+    drives_beside_update: float | None = None
+    commit_seconds: float = 0.0
+    """What a commit takes when all its writes are done: making them durable, and the manifest."""
+
     op_seconds: float = 0.0
     """Host work per scheduled operation: starting it, waking its lane."""
 

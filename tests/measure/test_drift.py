@@ -110,6 +110,19 @@ def test_a_corrected_profile_promises_what_was_observed(shares):
             assert found[drift.name] == pytest.approx(drift.observed)
 
 
+@settings(deadline=None)
+@given(names, st.floats(0.3, 1.0), st.floats(0.0, 1.0), off)
+def test_what_cores_and_drives_leave_each_other_is_no_drift(name, kept, between, beyond):
+    machine = replace(
+        MACHINE, separate_memory=False, compute_beside_drives=kept, drives_beside_compute=kept,
+        update_beside_drives=kept, drives_beside_update=kept,
+    )  # fmt: skip
+    share = kept + between * (1 - kept)
+    assert reports(DriftWatch(machine), name, [share] * 2 * WINDOW) == []
+    (drift,) = reports(DriftWatch(machine), name, [beyond * (kept if beyond < 1 else 1)] * (WARM_UP + WINDOW))
+    assert drift.share == pytest.approx(beyond)
+
+
 def test_rates_that_a_step_says_nothing_about_are_left_out():
     watch = DriftWatch(replace(MACHINE, drives=()))
     assert "read" not in expected_rates(replace(MACHINE, drives=()))

@@ -16,6 +16,7 @@ from lohan.measure.lane_overhead import measure_op_seconds
 from lohan.measure.link_rate import measure_links
 from lohan.measure.store_rate import RECORD_BYTES, Streams, measure_store, measure_sustained, temporary_store
 from lohan.measure.timing import durations
+from lohan.measure.traffic import open_traffic
 from lohan.measure.update_rate import measure_update
 from lohan.optim import AdamW, Updater, get_format
 from lohan.store import Files
@@ -75,6 +76,31 @@ def test_updates_and_norms_run(state_format):
     assert found.norm_share > 0
 
 
+def test_work_and_traffic_are_measured_side_by_side_and_nothing_stays(tmp_path: Path):
+    updater = Updater(AdamW(), get_format("split"), torch.bfloat16)
+    with open_traffic([tmp_path], seconds=0.05, num_bytes=SMALL_STORE) as traffic:
+        update = measure_update(updater, seconds=0.1, piece_elements=4096, traffic=traffic)
+        block = measure_block(CpuDevice(), TINY, dtype=torch.float32, seconds=0.1, traffic=traffic)
+        device = measure_block(VirtualDevice(64 << 20), TINY, dtype=torch.float32, seconds=0.0, traffic=traffic)
+    for found in (update, block):
+        assert found.shares is not None
+        assert 0 < found.shares.work <= 1
+        assert 0 < found.shares.drives <= 1
+    assert device.shares is None, "a device of its own computes whatever the cores do"
+    assert not list(tmp_path.iterdir())
+
+
+def test_traffic_flows_while_it_is_asked_for_and_its_shares_are_ratios(tmp_path: Path):
+    with open_traffic([tmp_path], seconds=0.05, num_bytes=SMALL_STORE) as traffic:
+        with traffic.flowing() as flow:
+            assert flow.rate == 0.0
+        assert flow.rate > 0
+        assert traffic.shares(1.0, 2.0, flow).work == 0.5
+        assert traffic.shares(1.0, 0.9, flow).work == 1.0
+        with pytest.raises(KeyError), traffic.flowing():
+            raise KeyError
+
+
 def test_copies_run_both_ways_and_give_their_memory_back():
     device = VirtualDevice(8 << 20)
     found = measure_links(device, seconds=0.0, num_bytes=1 << 20)
@@ -101,7 +127,7 @@ def test_lanes_pass_tasks_along():
 def test_a_store_is_measured_and_gone(tmp_path: Path):
     told: list[float] = []
     found = measure_store([tmp_path], seconds=0.1, num_bytes=SMALL_STORE, tell=told.append)
-    assert min(found.read, found.write, found.mixed, found.cpu_seconds_per_byte) > 0
+    assert min(found.read, found.write, found.mixed, found.cpu_seconds_per_byte, found.commit_seconds) > 0
     assert told == sorted(told)
     assert told[-1] == 1.0
     assert not list(tmp_path.iterdir())

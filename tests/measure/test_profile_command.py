@@ -35,6 +35,10 @@ def test_a_machine_without_a_gpu_is_measured(tmp_path: Path):
     assert machine.update_parameters_per_second > 0
     assert machine.norm_share is not None
     assert machine.checksum_bytes_per_second is not None
+    for share in (machine.compute_beside_drives, machine.update_beside_drives, machine.drives_beside_update):
+        assert share is not None
+        assert 0 < share <= 1
+    assert machine.commit_seconds > 0
     assert machine.op_seconds > 0
     assert machine.host_memory_bytes > 0
     (drive,) = machine.drives
@@ -98,7 +102,7 @@ DRIVE = DriveProfile(read_bytes_per_second=3e9, write_bytes_per_second=3e9, mixe
 
 
 def together(rate: float) -> StoreRate:
-    return StoreRate(read=rate, write=rate, mixed=rate, cpu_seconds_per_byte=1e-10, direct=True)
+    return StoreRate(read=rate, write=rate, mixed=rate, cpu_seconds_per_byte=1e-10, commit_seconds=0.0, direct=True)
 
 
 def test_drives_that_keep_their_rate_together_have_no_common_limit():

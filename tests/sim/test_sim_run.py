@@ -239,6 +239,36 @@ def test_checksums_take_cores_from_the_update():
     assert timeline.end == pytest.approx([1.0, 1.5])  # half the cores for one second
 
 
+def test_a_measured_machine_says_what_cores_and_drives_leave_each_other():
+    ops = [SimOp(Key(1, "r"), "ssd_read", num_bytes=10**9), SimOp(Key(1, "u"), "cpu_update", seconds=1.0)]
+    measured = replace(
+        MACHINE, checksum_bytes_per_second=2e9, update_beside_drives=0.75, drives_beside_update=0.5,
+        compute_beside_drives=0.1, drives_beside_compute=0.1,
+    )  # fmt: skip
+    timeline = simulate([ops], measured, model=model_size(), plan=Plan(separate_memory=True))
+    # 1/0.75 s of updating, in which the drive reads two thirds of its second; then it has its rate again.
+    assert timeline.end == pytest.approx([4 / 3 + 1 / 3, 4 / 3])
+
+
+def test_computing_on_the_cores_has_shares_of_its_own():
+    ops = [SimOp(Key(1, "r"), "ssd_read", num_bytes=10**9), SimOp(Key(1, "c"), "gpu", seconds=0.5)]
+    measured = replace(
+        MACHINE, update_beside_drives=0.1, drives_beside_update=0.1, compute_beside_drives=0.5,
+        drives_beside_compute=0.25,
+    )  # fmt: skip
+    there = simulate([ops], measured, model=model_size(), plan=Plan(separate_memory=True))
+    assert there.end == pytest.approx([1.0, 0.5])  # a device of its own
+    here = simulate([ops], replace(measured, separate_memory=False), model=model_size(), plan=Plan())
+    assert here.end == pytest.approx([1.75, 1.0])
+
+
+def test_a_commit_takes_its_time_behind_the_writes():
+    model, plan = model_size(), Plan(separate_memory=True, barrier=True)
+    slow = replace(MACHINE, commit_seconds=0.5)
+    plain, later = (simulate_steps(model, plan, machine).seconds_per_step for machine in (MACHINE, slow))
+    assert later - plain == pytest.approx(0.5)
+
+
 def test_two_unlike_drives_are_as_fast_as_their_shares_allow():
     fast = DriveProfile(read_bytes_per_second=4e9, write_bytes_per_second=4e9)
     slow = DriveProfile(read_bytes_per_second=1e9, write_bytes_per_second=1e9)

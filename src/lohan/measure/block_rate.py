@@ -25,6 +25,7 @@ from lohan.engine.create import without_caches
 from lohan.engine.devices.base import Device
 from lohan.engine.layout import UnitLayout, lay_out
 from lohan.measure.rehearsal import Rehearsal
+from lohan.measure.traffic import Shares, Traffic
 from lohan.models.skeleton import build_skeleton
 from lohan.models.units import Units, partition
 from lohan.optim import AdamW, Updater, default_format
@@ -81,6 +82,8 @@ class BlockRate:
     """Forward and backward each, whatever the number of micro-batches: widening weights, casting gradients."""
 
     shape: BlockShape
+    shares: Shares | None = None
+    """With traffic on the drives; None where that was not measured or computing is not done by the cores."""
 
 
 def choose_shape(device: Device, dtype: torch.dtype, tokens: int | None = None) -> BlockShape:
@@ -107,6 +110,7 @@ def measure_block(
     dtype: torch.dtype,
     wire: torch.dtype = torch.bfloat16,
     seconds: float = 5.0,
+    traffic: Traffic | None = None,
     tell: Callable[[float], None] = lambda share: None,
 ) -> BlockRate:
     """Rounds of forward and backward for about `seconds`, at least one after one that is not counted."""
@@ -121,21 +125,36 @@ def measure_block(
         owned.enter_context(device.rng_state_guard())
         bench = _Bench(compute, device, layouts, shape)
         owned.callback(bench.close)
-        arithmetic: list[float] = []
-        besides: list[float] = []
-        started = time.perf_counter()
-        while len(arithmetic) < 2 * _BLOCKS or time.perf_counter() - started < seconds:
-            for taken in bench.round():
-                first, middle, last = taken
-                arithmetic.append(middle)
-                besides.append(first + last - 2 * middle)
-            tell(min(1.0, (time.perf_counter() - started) / max(seconds, 1e-9)))
-    counted = slice(_BLOCKS, None)  # the first round also watches for what escapes from a block
+        bench.round()  # also watches for what escapes from a block
+        disturbed = traffic is not None and not device.separate_memory
+        alone = _rounds(bench, seconds * (0.6 if disturbed else 1.0), tell)
+        shares = None
+        if traffic is not None and disturbed:
+            with traffic.flowing() as flow:
+                beside = _rounds(bench, seconds * 0.4, lambda share: None)
+            shares = traffic.shares(_mean_seconds(alone), _mean_seconds(beside), flow)
+    arithmetic = statistics.median(middle for _, middle, _ in alone)
+    besides = statistics.median(first + last - 2 * middle for first, middle, last in alone)
     return BlockRate(
-        flops_per_second=(3 * forward + again) / statistics.median(arithmetic[counted]),
-        weights_seconds_per_parameter=max(0.0, statistics.median(besides[counted])) / 2 / shape.num_parameters,
+        flops_per_second=(3 * forward + again) / arithmetic,
+        weights_seconds_per_parameter=max(0.0, besides) / 2 / shape.num_parameters,
         shape=shape,
+        shares=shares,
     )
+
+
+def _mean_seconds(rounds: list[list[float]]) -> float:
+    return statistics.mean(sum(taken) for taken in rounds)
+
+
+def _rounds(bench: _Bench, seconds: float, tell: Callable[[float], None]) -> list[list[float]]:
+    """For so long, at least once: of every block that passed, the seconds of each micro-batch."""
+    found: list[list[float]] = []
+    started = time.perf_counter()
+    while not found or time.perf_counter() - started < seconds:
+        found += bench.round()
+        tell(min(1.0, (time.perf_counter() - started) / max(seconds, 1e-9)))
+    return found
 
 
 class _Bench:

@@ -6,6 +6,7 @@
         display.say(drift.sentence)
 
 Drives are judged only while they are kept busy: a drive that is asked for little moves little, and that is no drift.
+Cores and drives slow each other down; anything between a rate alone and what was measured beside the other is as said.
 A drift is lasting when LASTING of the last WINDOW steps that say something are off by more than TOLERANCE, all to the
 same side; the first WARM_UP steps do not count. Each rate is reported once, until rebase() gives another profile.
 """
@@ -101,6 +102,15 @@ def expected_rates(machine: MachineProfile) -> dict[str, float]:
     return {name: rate for name, rate in rates.items() if rate}
 
 
+def least_rates(machine: MachineProfile) -> dict[str, float]:
+    """What is left of each promise while everything else is busy too, as far as that was measured."""
+    compute = None if machine.separate_memory else machine.compute_beside_drives
+    moving = [machine.drives_beside_update, None if machine.separate_memory else machine.drives_beside_compute]
+    drives = min((share for share in moving if share is not None), default=1.0)
+    kept = {"compute": compute or 1.0, "update": machine.update_beside_drives or 1.0}
+    return {name: rate * kept.get(name, drives) for name, rate in expected_rates(machine).items()}
+
+
 def observed_step(
     machine: MachineProfile, work: StepWork, busy_seconds: Mapping[str, float], requests: Iterable[Request] = ()
 ) -> dict[str, float]:
@@ -178,7 +188,7 @@ class DriftWatch:
 
     def rebase(self, machine: MachineProfile) -> None:
         """Compare with another profile from now on: what was reported may be reported again."""
-        self._expected = expected_rates(machine)
+        self._most, self._least = expected_rates(machine), least_rates(machine)
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in RATES}
         self._reported: set[str] = set()
 
@@ -189,14 +199,19 @@ class DriftWatch:
             return []
         found = []
         for name in RATES:
-            if name not in observed or name not in self._expected:
+            if name not in observed or name not in self._most:
                 continue
-            recent, promised = self._recent[name], self._expected[name]
+            recent = self._recent[name]
             recent.append(observed[name])
-            if name not in self._reported and is_lasting([rate / promised for rate in recent]):
+            if name not in self._reported and is_lasting([rate / self._promised(name, rate) for rate in recent]):
                 self._reported.add(name)
-                found.append(Drift(name=name, observed=statistics.median(recent), expected=promised))
+                rate = statistics.median(recent)
+                found.append(Drift(name=name, observed=rate, expected=self._promised(name, rate)))
         return found
+
+    def _promised(self, name: str, rate: float) -> float:
+        """What was promised, as near as it comes to this rate."""
+        return min(self._most[name], max(self._least[name], rate))
 
 
 def is_lasting(shares: Sequence[float]) -> bool:

@@ -33,6 +33,7 @@ from lohan.measure.store_rate import (
     measure_store,
     measure_sustained,
 )
+from lohan.measure.traffic import Traffic, open_traffic
 from lohan.measure.update_rate import measure_update
 from lohan.optim import Updater
 from lohan.plan.drives import drive_rates
@@ -95,10 +96,13 @@ def profile_machine(
     with ExitStack() as owned:
         opened = owned.enter_context(open_device(device, memory_bytes=gpu_memory, options=virtual))
         gpu_bytes = _device_memory(opened, host_bytes)
-        block = _block(opened, settings, tokens, steps, notes)
+        traffic = _traffic(paths, sizes, steps, owned)
+        block = _block(opened, settings, tokens, steps, notes, traffic)
         links = _links(opened, steps)
-    updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
-    update = measure_update(updater, seconds=steps.begin("update", 2), piece_elements=sizes.piece_elements)
+        updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
+        update = measure_update(
+            updater, seconds=steps.begin("update", 3), piece_elements=sizes.piece_elements, traffic=traffic
+        )
     op_seconds = measure_op_seconds(steps.begin("lanes", 0.3))
     drives: list[DriveProfile] = []
     stores: list[StoreRate] = []
@@ -138,6 +142,11 @@ def profile_machine(
         norm_share=_figure(update.norm_share),
         weights_seconds_per_parameter=_figure(block.weights_seconds_per_parameter),
         checksum_bytes_per_second=_figure(num_cores() / cpu) if cpu else None,
+        compute_beside_drives=None if block.shares is None else _figure(block.shares.work),
+        drives_beside_compute=None if block.shares is None else _figure(block.shares.drives),
+        update_beside_drives=None if update.shares is None else _figure(update.shares.work),
+        drives_beside_update=None if update.shares is None else _figure(update.shares.drives),
+        commit_seconds=_figure(max(one.commit_seconds for one in stores)) if stores else 0.0,
         op_seconds=_figure(op_seconds),
         notes="; ".join(notes),
     )
@@ -201,9 +210,9 @@ class _Steps:
     def __init__(self, progress: Progress, seconds: float, num_drives: int, sustained: bool):
         self._progress, self._scale = progress, seconds / 20.0
         num_stores = num_drives + (num_drives > 1)
-        self.drive_seconds = 10.0 / max(1, num_stores)
+        self.drive_seconds = 8.0 / max(1, num_stores)
         self.sustained_weight = 60.0
-        self._total = 5 + 2 + 2 + 0.3 + 10.0 * bool(num_drives) + self.sustained_weight * num_drives * sustained
+        self._total = 1 + 5 + 2 + 3 + 0.3 + 8.0 * bool(num_drives) + self.sustained_weight * num_drives * sustained
         self._done, self._current, self._what = 0.0, 0.0, ""
 
     def begin(self, what: str, weight: float) -> float:
@@ -220,7 +229,21 @@ class _Steps:
         self._progress("done", 1.0)
 
 
-def _block(device: Device, settings: Settings, tokens: int | None, steps: _Steps, notes: list[str]) -> BlockRate:
+def _traffic(paths: Sequence[Path], sizes: Sizes, steps: _Steps, owned: ExitStack) -> Traffic | None:
+    if not paths:
+        return None
+    seconds = steps.begin("traffic", 1)
+    return owned.enter_context(open_traffic(paths, seconds=seconds, num_bytes=sizes.store_bytes))
+
+
+def _block(
+    device: Device,
+    settings: Settings,
+    tokens: int | None,
+    steps: _Steps,
+    notes: list[str],
+    traffic: Traffic | None,
+) -> BlockRate:
     dtype = settings.compute(device.name)
     shape = choose_shape(device, dtype, tokens)
     seconds = steps.begin("block", 5)
@@ -228,7 +251,9 @@ def _block(device: Device, settings: Settings, tokens: int | None, steps: _Steps
     if given is not None:
         # `virtual` waits out what the schedule counts and nothing else.
         return BlockRate(flops_per_second=given, weights_seconds_per_parameter=0.0, shape=shape)
-    found = measure_block(device, shape, dtype=dtype, wire=settings.wire, seconds=seconds, tell=steps.tell)
+    found = measure_block(
+        device, shape, dtype=dtype, wire=settings.wire, seconds=seconds, traffic=traffic, tell=steps.tell
+    )
     name = str(dtype).removeprefix("torch.")
     notes.append(
         f"block of {shape.num_parameters / 1e6:.3g}M parameters in {name}, {shape.rows * shape.columns} tokens"

@@ -36,6 +36,7 @@ STORE_BYTES = 512 << 20
 """Per drive. Far more than a drive keeps in RAM of its own for data, and written in a second or two."""
 
 ROUNDS = 3
+COMMITS = 5
 
 SUSTAINED_SHARE = 0.5
 """Of the free space, what a long write may use: caches of consumer drives grow with the space that is free, up to a
@@ -55,6 +56,9 @@ class StoreRate:
     """Both at once, added."""
 
     cpu_seconds_per_byte: float
+    commit_seconds: float
+    """From the end of a step's writes to their commit."""
+
     direct: bool
 
 
@@ -94,6 +98,7 @@ def measure_store(
             write=statistics.median(found["write"]),
             mixed=statistics.median(found["mixed"]),
             cpu_seconds_per_byte=total_cpu / total_bytes,
+            commit_seconds=statistics.median(streams.commit() for _ in range(COMMITS)),
             direct=all(drive.direct for drive in streams.store.drives),
         )
 
@@ -142,6 +147,8 @@ class Streams:
         self._incoming, self._outgoing = incoming, outgoing
         self._names = [record.name for record in store.layout.records]
         self._written = 0
+        self._step = 1
+        """The one that is open."""
 
     def fill(self) -> None:
         """Write every record once."""
@@ -174,30 +181,47 @@ class Streams:
 
     def run(self, kind: str, seconds: float) -> tuple[int, float]:
         """Read, write or both for so long: bytes moved, and the seconds until the last of them was durable."""
+        until = time.perf_counter() + seconds
+        return self.run_until(kind, lambda: time.perf_counter() >= until)
+
+    def run_until(self, kind: str, over: Callable[[], bool]) -> tuple[int, float]:
+        """The same until it is over."""
         names = self._names[: max(2, self._written)]
         # A write waits for a read of the same record, so when both run each has a half for itself.
         half = len(names) // 2
         works: list[Callable[[], int]] = []
         started = time.perf_counter()
-        until = started + seconds
         if kind in ("read", "mixed"):
             mine = names[:half] if kind == "mixed" else names
-            works.append(lambda: self._stream(mine, self._incoming, self.store.read, until))
+            works.append(lambda: self._stream(mine, self._incoming, self.store.read, over))
         if kind in ("write", "mixed"):
             yours = names[half:] if kind == "mixed" else names
-            works.append(lambda: self._stream(yours, self._outgoing, self.store.write, until))
+            works.append(lambda: self._stream(yours, self._outgoing, self.store.write, over))
         with ThreadPoolExecutor(len(works)) as threads:
             moved = sum(future.result() for future in [threads.submit(work) for work in works])
         if kind != "read":
             self._sync()
         return moved, time.perf_counter() - started
 
+    def commit(self) -> float:
+        """Write some records and commit them; the seconds from the end of the writes on."""
+        store = self.store
+        handles = [store.write(name, s.padded) for name, s in zip(self._names, self._outgoing, strict=False)]
+        for handle in handles:
+            handle.wait()
+        started = time.perf_counter()
+        store.commit(self._step).wait()
+        taken = time.perf_counter() - started
+        self._step += 1
+        store.begin(self._step)
+        return taken
+
     def _stream(
         self,
         names: Sequence[str],
         slabs: Sequence[Slab],
         start: Callable[[str, memoryview], Handle],
-        until: float,
+        over: Callable[[], bool],
     ) -> int:
         pending: deque[tuple[Handle, Slab]] = deque()
         records = cycle(names)
@@ -207,7 +231,7 @@ class Streams:
         for name in records:
             handle, slab = pending.popleft()
             handle.wait()
-            if time.perf_counter() >= until:
+            if over():
                 break
             pending.append((start(name, slab.padded), slab))
             moved += 1

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lohan.engine.pools import as_tensor
 from lohan.measure.timing import durations
+from lohan.measure.traffic import Shares, Traffic
 from lohan.optim import GradNorm, Updater
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.store import Arena, open_arena, round_up
@@ -31,18 +32,27 @@ class UpdateRate:
     norm_share: float
     """Of that time, what the norm of as many gradients takes."""
 
+    shares: Shares | None = None
+    """With traffic on the drives; None where that was not measured."""
 
-def measure_update(updater: Updater, *, seconds: float = 2.0, piece_elements: int = PIECE_ELEMENTS) -> UpdateRate:
+
+def measure_update(
+    updater: Updater,
+    *,
+    seconds: float = 2.0,
+    piece_elements: int = PIECE_ELEMENTS,
+    traffic: Traffic | None = None,
+) -> UpdateRate:
     """The rate of this updater: its optimizer, its state format, its wire dtype."""
     item = updater.wire_dtype.itemsize
     state_bytes = updater.state_bytes(piece_elements)
     weights_bytes = _NUM_PIECES * piece_elements * item
     with open_arena(2 * round_up(weights_bytes) + _NUM_PIECES * round_up(state_bytes)) as arena:
         # Every view of the arena's memory must be gone before it is closed, so they live in a call of their own.
-        return _measure(updater, arena, seconds, piece_elements)
+        return _measure(updater, arena, seconds, piece_elements, traffic)
 
 
-def _measure(updater: Updater, arena: Arena, seconds: float, size: int) -> UpdateRate:
+def _measure(updater: Updater, arena: Arena, seconds: float, size: int, traffic: Traffic | None) -> UpdateRate:
     wire, grad = (_values(arena, updater.wire_dtype, _NUM_PIECES * size, scale) for scale in (0.02, 1e-3))
     states = [as_tensor(arena.lease(updater.state_bytes(size)).view) for _ in range(_NUM_PIECES)]
     pieces = [slice(number * size, (number + 1) * size) for number in range(_NUM_PIECES)]
@@ -64,9 +74,15 @@ def _measure(updater: Updater, arena: Arena, seconds: float, size: int) -> Updat
         start = next(tensors)
         GradNorm.tensor_norm(grad[start : start + _NORM_PIECES * size])
 
-    updating = statistics.median(durations(update, 0.8 * seconds, least=_NUM_PIECES))
+    share = 0.8 if traffic is None else 0.4
+    updating = statistics.median(durations(update, share * seconds, least=_NUM_PIECES))
     taking_norms = statistics.median(durations(norm, 0.2 * seconds)) / _NORM_PIECES
-    return UpdateRate(parameters_per_second=size / updating, norm_share=taking_norms / updating)
+    shares = None
+    if traffic is not None:
+        with traffic.flowing() as flow:
+            beside = statistics.mean(durations(update, share * seconds, least=_NUM_PIECES))
+        shares = traffic.shares(updating, beside, flow)
+    return UpdateRate(parameters_per_second=size / updating, norm_share=taking_norms / updating, shares=shares)
 
 
 def _values(arena: Arena, dtype: torch.dtype, num: int, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ RULES: dict[str, dict[str, Any]] = {
     "lohan": {},
     "lohan-paper": {"barrier": True, "blocks_in_flight": 1},
     "lohan-paper-naive": {"barrier": True, "blocks_in_flight": 1, "device_waits": True},
-    "separate-stage": {"barrier": True, "blocks_in_flight": 1, "separate_stage": True},
+    "separate-stage": {"barrier": True, "separate_stage": True},
     "in-memory": {"barrier": True},
 }
 """Fields of the Plan."""

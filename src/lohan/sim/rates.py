@@ -3,10 +3,12 @@
 Parts share things. Both links share a bus (`duplex_share`). Reads and writes share the drives: each gets half of the
 time, unless the machine says what both reach together; nothing passes `array_bytes_per_second`. Checksums are computed
 by the cores, so on every byte the drives move the update loses a little of them, and so does compute where it runs on
-the same cores.
+the same cores. A machine that was measured says what cores and drives leave each other.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from lohan.plan.drives import drive_rates
 from lohan.profiles import MachineProfile
@@ -26,7 +28,6 @@ _LEAST_CORES = 0.05
 def server_rates(machine: MachineProfile) -> list[tuple[float, ...]]:
     """For every set of busy servers (bit i: server i) the rate of each: seconds or bytes of work done per second."""
     drives = drive_rates(machine.drives, machine.array_bytes_per_second)
-    hashed = machine.checksum_bytes_per_second
     table: list[tuple[float, ...]] = []
     for busy in range(1 << NUM_SERVERS):
         both_ways = busy >> TO_GPU & 1 and busy >> TO_HOST & 1
@@ -34,12 +35,40 @@ def server_rates(machine: MachineProfile) -> list[tuple[float, ...]]:
         reads, writes = bool(busy >> READ & 1), bool(busy >> WRITE & 1)
         read = (drives.both_read if writes else drives.read) if reads else 0.0
         write = (drives.both_write if reads else drives.write) if writes else 0.0
-        cores = 1.0
-        if hashed is not None:
-            over = max(1.0, (read + write) / hashed)
-            read, write = read / over, write / over
-            cores = max(_LEAST_CORES, 1.0 - (read + write) / hashed)
-        gpu = 1.0 if machine.separate_memory else cores
+        left = _measured(machine, busy) or _reckoned(machine, read + write)
+        gpu = 1.0 if machine.separate_memory else left.compute
+        read, write = read * left.drives, write * left.drives
         to_gpu, to_host = machine.to_gpu_bytes_per_second * duplex, machine.to_host_bytes_per_second * duplex
-        table.append((gpu, to_gpu, to_host, read, write, cores))
+        table.append((gpu, to_gpu, to_host, read, write, left.update))
     return table
+
+
+class _Left(NamedTuple):
+    """Of each one's own rate, what the others leave it."""
+
+    compute: float
+    update: float
+    drives: float
+
+
+def _measured(machine: MachineProfile, busy: int) -> _Left | None:
+    """As found by running both at once; None for a machine that was not measured so."""
+    update, drives = machine.update_beside_drives, machine.drives_beside_update
+    if update is None or drives is None:
+        return None
+    moving = busy >> READ & 1 or busy >> WRITE & 1
+    kept = drives if busy >> CPU & 1 else 1.0
+    if busy >> GPU & 1 and not machine.separate_memory and machine.drives_beside_compute is not None:
+        kept = min(kept, machine.drives_beside_compute)
+    compute = update if machine.compute_beside_drives is None else machine.compute_beside_drives
+    return _Left(compute, update, kept) if moving else _Left(1.0, 1.0, 1.0)
+
+
+def _reckoned(machine: MachineProfile, moved: float) -> _Left:
+    """From what the cores could serve if they did nothing else."""
+    hashed = machine.checksum_bytes_per_second
+    if hashed is None:
+        return _Left(1.0, 1.0, 1.0)
+    kept = min(1.0, hashed / moved) if moved else 1.0
+    cores = max(_LEAST_CORES, 1.0 - moved * kept / hashed)
+    return _Left(cores, cores, kept)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from lohan.plan.drives import drive_rates
 from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import LANES, Key, Scheduler
 from lohan.profiles import MachineProfile
@@ -215,6 +216,7 @@ def _work(
     per_flop, per_parameter = 1 / machine.gpu_flops_per_second, 1 / machine.update_parameters_per_second
     overhead, install = machine.op_seconds, machine.weights_seconds_per_parameter
     rates = (1.0, machine.to_gpu_bytes_per_second, machine.to_host_bytes_per_second)
+    drives = drive_rates(machine.drives, machine.array_bytes_per_second)
     work = []
     for op, lane in zip(ops, lanes, strict=True):
         amount = 0.0
@@ -235,6 +237,8 @@ def _work(
             amount += overhead
         elif server in (READ, WRITE):
             amount = float(op.num_bytes)
+            if op.key.kind == "commit":
+                amount = machine.commit_seconds * drives.write
         if isinstance(op, SimOp) and op.seconds:
             assert server in (GPU, CPU), "only computing lanes are counted in seconds"
             amount += op.seconds

@@ -99,9 +99,9 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         gradient_slabs=2,
         **RULES[wishes.strategy],
     )
+    most_pieces = max(len(unit.trained_pieces) for unit in model.units)
     if plan.blocks_in_flight:
-        whole = max(len(unit.trained_pieces) for unit in model.units)
-        plan = replace(plan, state_slabs=max(2, plan.blocks_in_flight * whole))
+        plan = replace(plan, state_slabs=max(2, plan.blocks_in_flight * most_pieces))
     plan = with_activations(model, plan, wishes.activations, wishes.micro_batches)
     on_device = waiting_bytes(model, plan, wishes.micro_batches, tier="device")
     waiting = 0 if plan.separate_memory else round(on_device * budget.slack)
@@ -139,6 +139,7 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
         {"weights_slabs": 5},
         {"state_slabs": 16},
         {"gradient_slabs": plan.gradient_slabs + 1},
+        {"state_slabs": max(16, 4 * most_pieces)},  # four whole units under way: 8 % of a balanced step
     ):
         candidate = replace(plan, **better)  # type: ignore[arg-type]
         if "state_slabs" in better and plan.blocks_in_flight:

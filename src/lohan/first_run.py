@@ -390,7 +390,8 @@ def _training_rows(training: Training) -> list[tuple[str, str]]:
         ("export", "opened with transformers: every weight is the trained one, to the bit"),
         (
             "new digits",
-            f"{training.solved_after} of 256 sorted right by the exported model, {training.solved_before} before",
+            f"{training.solved_after} of {training.asked} sorted right by the exported model, "
+            f"{training.solved_before} before",
         ),
         (
             "generate",
@@ -419,7 +420,7 @@ def _print_next(console: Console, kept: Path | None) -> None:
             (f"{lohan} store verify {directories}", ""),
             (f"{lohan} status {training / 'out'}", ""),
             (f"{lohan} report {training / 'out'}", ""),
-            (f"{lohan} generate {training / 'ssd'} 314159=", ""),
+            (f"{lohan} generate {training / 'ssd'} 271803=", ""),
             (f"{lohan} export {training / 'ssd'} {training / 'again'}", ""),
             (str(training / "trace.json"), "the last step: open it at https://ui.perfetto.dev"),
             *commands,

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_runs import elsewhere, make_config, make_model, told, weights
 from tiny_tokenizers import CHATML, byte_level
 from transformers import AutoModelForCausalLM
 
 from lohan.errors import ConfigError
 from lohan.testing.zoo import tiny_model_folder
 from lohan.train import loop
-from lohan.train.config import TrainConfig
 from lohan.train.config_file import dump_config, load_config
 from lohan.train.data.packed_model import check_packing
 from lohan.train.data.splits import open_data
@@ -29,41 +29,15 @@ from lohan.train.evaluation import evaluate
 from lohan.train.loop import total_steps, train
 from lohan.train.metrics import read_metrics
 
-WORDS = ["two", "four", "dog", "fox", "lazy", "quick"]
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tiny_model_folder("llama", tmp_path_factory.mktemp("model") / "tiny", vocab_size=512)
-    byte_level(CHATML).save_pretrained(folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
 def config(model, tmp_path):
-    lines = [json.dumps({"prompt": f"What is {a} {b}?", "completion": f"It is {b} {a}."}) for a in WORDS for b in WORDS]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    return TrainConfig(
-        model_name_or_path=str(model), output_dir=str(tmp_path / "out"), ssd=(str(tmp_path / "ssd"),), device="cpu",
-        host_memory="400MB", train_file=(str(tmp_path / "data.jsonl"),), max_length=64, per_device_train_batch_size=4,
-        gradient_accumulation_steps=2, learning_rate=1e-3, max_steps=6, seed=3,
-    )  # fmt: skip
-
-
-def weights(config) -> dict[str, torch.Tensor]:
-    return load_file(Path(config.output_dir) / "model" / "model.safetensors")
-
-
-def told(config, *keys: str) -> list[tuple]:
-    """These values of all lines of the metrics that have them."""
-    lines = read_metrics(Path(config.output_dir))
-    return [tuple(line[key] for key in keys) for line in lines if all(key in line for key in keys)]
-
-
-def elsewhere(config, name: str, **changed) -> TrainConfig:
-    """The same run in other places."""
-    root = Path(config.output_dir).parent
-    return replace(config, output_dir=str(root / name), ssd=(str(root / f"{name}-ssd"),), **changed)
+    return make_config(model, tmp_path)
 
 
 def same(one, other) -> bool:
@@ -321,14 +295,6 @@ def test_reporters_hear_what_the_metrics_say(config, monkeypatch):
     assert [each[0] for each in heard[1:]] == [4, 6, "end"]
     metrics = read_metrics(Path(config.output_dir))
     assert heard[1][1]["loss"] == metrics[3]["loss"]
-
-
-def test_tensorboard_gets_the_curves(config):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    train(replace(config, report_to=("tensorboard",), export_at_end=False))
-    found = accumulator.EventAccumulator(str(Path(config.output_dir) / "tensorboard"))
-    found.Reload()
-    assert [each.step for each in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_steps_are_counted_as_transformers_counts_them(config):

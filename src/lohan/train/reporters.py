@@ -72,11 +72,33 @@ def _make(name: str, config: TrainConfig) -> Any:
             board = TensorBoardCallback()
             board.logging_dir = board.logging_dir or str(Path(config.output_dir) / "tensorboard")
             return board
-        os.environ.setdefault("WANDB_MODE", "offline")
-        os.environ.setdefault("WANDB_DIR", config.output_dir)
-        return WandbCallback()
+        return _make_wandb(WandbCallback, config)
     except (RuntimeError, ImportError):
         raise ConfigError(
             f"report_to has {name}, which is not installed. Install it: pip install {name}. Or remove it: "
             "metrics.jsonl is always written."
         ) from None
+
+
+def _make_wandb(callback: Any, config: TrainConfig) -> Any:
+    """transformers' callback, which itself leaves a run open until the process ends."""
+    import wandb
+
+    class OneRun(callback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self._ours = wandb.run is None  # one that was there before belongs to whoever began it
+            asked = {"WANDB_MODE": "offline", "WANDB_DIR": config.output_dir}
+            added = {name: value for name, value in asked.items() if name not in os.environ}
+            os.environ.update(added)
+            try:
+                super().on_train_begin(*args, **kwargs)
+            finally:
+                for name in added:
+                    os.environ.pop(name, None)
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_train_end(*args, **kwargs)
+            if self._ours:
+                wandb.finish()
+
+    return OneRun()

@@ -2,11 +2,12 @@
 
     python benchmarks/prediction.py [--directory DIR] [--rounds 3] [--only TEXT] [--quick]
 
-Settings differ in model, tokens, budget, strategy, state format and device. In every round the machine's profile is
-taken again, of the code that will run: the model's own block at the micro-batch in use, the update in the format in
-use, records through a store. Then every setting in turn is opened, takes two steps to warm up and several that are
-timed together, and is closed. A prediction is the simulator's step for the Plan the run has, on that round's profile;
-nothing is fitted to what the runs then take. Plans are made once, with the first round's profile.
+Settings differ in model, tokens, budget, strategy, state format and device. Right before every run, in every round, the
+machine's profile is taken again, of the code that will run: the model's own block at the micro-batch in use, the update
+in the format in use, records through a store, and what these leave each other. Then the setting is opened, takes two
+steps to warm up and several that are timed together, and is closed. A prediction is the simulator's step for the Plan
+the run has, on that profile; nothing is fitted to what the runs then take. Plans are made once, with the first round's
+profile.
 
 An error is predicted over measured, of the medians over rounds. Lanes: seconds that computing, updating and the drives
 work in a step, predicted and measured. The last line is JSON: median_error, worst_error, settings.
@@ -20,7 +21,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,17 @@ from lohan.engine.settings import Settings
 from lohan.measure.block_rate import BlockRate, BlockShape, measure_block
 from lohan.measure.lane_overhead import measure_op_seconds
 from lohan.measure.machine import NEVER_THE_LIMIT, num_cores
-from lohan.measure.store_rate import StoreRate, measure_store
+from lohan.measure.store_rate import measure_store
 from lohan.measure.traffic import Traffic, open_traffic
-from lohan.measure.update_rate import UpdateRate, measure_update
+from lohan.measure.update_rate import measure_update
 from lohan.optim import Updater
 from lohan.profiles import DriveProfile, MachineProfile
 from lohan.sim.run import simulate_steps
 
 SEQUENCE = 256
 LINK_BYTES_PER_SECOND = 4e9
-WARM_UP, TIMED = 2, 4
-MODELS = {"8M": (256, 8, 2048), "28M": (512, 8, 2048), "55M": (640, 10, 4096)}
+WARM_UP, TIMED = 2, 6
+MODELS = {"8M": (256, 8, 2048), "28M": (512, 8, 2048), "53M": (1024, 4, 1024)}
 """Hidden size, blocks, vocabulary."""
 
 
@@ -83,21 +83,21 @@ class Setting:
 SETTINGS = (
     Setting(model="28M", tokens=256, micro_batches=2),
     Setting(model="28M", tokens=128),
-    Setting(model="28M", tokens=128, micro_batches=4, max_grad_norm=1e9),
+    Setting(model="53M", tokens=128, micro_batches=4, memory="600MB", max_grad_norm=1e9),
     Setting(model="28M", tokens=512, state_format="fp32"),
-    Setting(model="28M", tokens=128, strategy="lohan-paper"),
+    Setting(model="53M", tokens=256, memory="600MB", strategy="lohan-paper"),
     Setting(model="28M", tokens=512, memory="2GB", strategy="in-memory", commit_every=1000),
     Setting(model="8M", tokens=512, micro_batches=2, memory="1GB"),
-    Setting(model="55M", tokens=128, memory="500MB"),
-    Setting(model="55M", tokens=128, memory="700MB", state_format="fp32"),
-    Setting(model="55M", tokens=128, memory="900MB", max_grad_norm=1e9),
-    Setting(model="55M", tokens=128, memory="900MB", strategy="separate-stage"),
+    Setting(model="53M", tokens=128, memory="500MB"),
+    Setting(model="53M", tokens=128, memory="700MB", state_format="fp32"),
+    Setting(model="53M", tokens=128, memory="900MB", max_grad_norm=1e9),
+    Setting(model="53M", tokens=128, memory="900MB", strategy="separate-stage"),
     Setting(model="28M", tokens=64, flops=1.5e10),
     Setting(model="28M", tokens=64, flops=1.5e10, strategy="lohan-paper"),
     Setting(model="28M", tokens=64, flops=1.5e10, strategy="lohan-paper-naive"),
-    Setting(model="55M", tokens=32, flops=1.5e10, memory="500MB"),
-    Setting(model="55M", tokens=32, flops=1.5e10, memory="500MB", state_format="fp32"),
-    Setting(model="55M", tokens=32, flops=1.5e10, memory="500MB", strategy="separate-stage"),
+    Setting(model="53M", tokens=32, flops=1.5e10, memory="500MB"),
+    Setting(model="53M", tokens=32, flops=1.5e10, memory="500MB", state_format="fp32"),
+    Setting(model="53M", tokens=32, flops=1.5e10, memory="500MB", strategy="separate-stage"),
     Setting(
         model="8M", tokens=128, micro_batches=2, flops=1.5e10, memory="1GB", strategy="in-memory", commit_every=1000
     ),
@@ -125,68 +125,48 @@ class Found:
         return statistics.median(self.predicted) / statistics.median(self.measured) - 1
 
 
-class Profiles:
-    """This round's figures, each measured when first asked for."""
-
-    def __init__(self, directory: Path, seconds: float, owned: ExitStack):
-        self._directory, self._seconds, self._owned = directory, seconds, owned
-        self._blocks: dict[BlockShape, BlockRate] = {}
-        self._updates: dict[str, UpdateRate] = {}
-        self._store: StoreRate | None = None
-        self._traffic: Traffic | None = None
-        self._op_seconds = 0.0
-
-    def machine(self, setting: Setting) -> MachineProfile:
-        """This machine as it is now, for this setting's code."""
-        if self._store is None:
-            self._store = measure_store([self._directory], seconds=4 * self._seconds)
-            self._op_seconds = measure_op_seconds(0.2)
-            self._traffic = self._owned.enter_context(open_traffic([self._directory], seconds=self._seconds))
-        block, update, store = self._block(setting), self._update(setting.state_format), self._store
-        virtual = setting.flops is not None
-        link = LINK_BYTES_PER_SECOND if virtual else NEVER_THE_LIMIT
-        return MachineProfile(
-            name="this machine",
-            gpu_flops_per_second=block.flops_per_second,
-            gpu_memory_bytes=4 << 30,
-            separate_memory=virtual,
-            to_gpu_bytes_per_second=link,
-            to_host_bytes_per_second=link,
-            host_memory_bytes=4 << 30,
-            drives=(
-                DriveProfile(
-                    read_bytes_per_second=store.read, write_bytes_per_second=store.write,
-                    mixed_bytes_per_second=store.mixed,
-                ),
+def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile:
+    """This machine as it is now, for this setting's code; about seven times `seconds`."""
+    settings = Settings(state_format=setting.state_format)
+    updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
+    store = measure_store([directory], seconds=2 * seconds)
+    with open_traffic([directory], seconds=seconds / 2) as traffic:
+        block = _block(setting, 2.5 * seconds, traffic)
+        update = measure_update(updater, seconds=2 * seconds, traffic=traffic)
+    virtual = setting.flops is not None
+    link = LINK_BYTES_PER_SECOND if virtual else NEVER_THE_LIMIT
+    return MachineProfile(
+        name="this machine",
+        gpu_flops_per_second=block.flops_per_second,
+        gpu_memory_bytes=4 << 30,
+        separate_memory=virtual,
+        to_gpu_bytes_per_second=link,
+        to_host_bytes_per_second=link,
+        host_memory_bytes=4 << 30,
+        drives=(
+            DriveProfile(
+                read_bytes_per_second=store.read, write_bytes_per_second=store.write,
+                mixed_bytes_per_second=store.mixed,
             ),
-            update_parameters_per_second=update.parameters_per_second,
-            norm_share=update.norm_share,
-            weights_seconds_per_parameter=block.weights_seconds_per_parameter,
-            checksum_bytes_per_second=num_cores() / store.cpu_seconds_per_byte,
-            compute_beside_drives=None if block.shares is None else block.shares.work,
-            drives_beside_compute=None if block.shares is None else block.shares.drives,
-            update_beside_drives=None if update.shares is None else update.shares.work,
-            drives_beside_update=None if update.shares is None else update.shares.drives,
-            commit_seconds=store.commit_seconds,
-            op_seconds=self._op_seconds,
-        )  # fmt: skip
+        ),
+        update_parameters_per_second=update.parameters_per_second,
+        norm_share=update.norm_share,
+        weights_seconds_per_parameter=block.weights_seconds_per_parameter,
+        checksum_bytes_per_second=num_cores() / store.cpu_seconds_per_byte,
+        compute_beside_drives=None if block.shares is None else block.shares.work,
+        drives_beside_compute=None if block.shares is None else block.shares.drives,
+        update_beside_drives=None if update.shares is None else update.shares.work,
+        drives_beside_update=None if update.shares is None else update.shares.drives,
+        commit_seconds=store.commit_seconds,
+        op_seconds=measure_op_seconds(0.2),
+    )  # fmt: skip
 
-    def _block(self, setting: Setting) -> BlockRate:
-        if setting.flops is not None:  # what `virtual` is told it waits out
-            return BlockRate(flops_per_second=setting.flops, weights_seconds_per_parameter=0.0, shape=setting.shape)
-        if setting.shape not in self._blocks:
-            with open_device("cpu", memory_bytes=None) as device:
-                self._blocks[setting.shape] = measure_block(
-                    device, setting.shape, dtype=torch.float32, seconds=self._seconds, traffic=self._traffic
-                )
-        return self._blocks[setting.shape]
 
-    def _update(self, name: str) -> UpdateRate:
-        if name not in self._updates:
-            settings = Settings(state_format=name)
-            updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
-            self._updates[name] = measure_update(updater, seconds=self._seconds, traffic=self._traffic)
-        return self._updates[name]
+def _block(setting: Setting, seconds: float, traffic: Traffic) -> BlockRate:
+    if setting.flops is not None:  # what `virtual` is told it waits out
+        return BlockRate(flops_per_second=setting.flops, weights_seconds_per_parameter=0.0, shape=setting.shape)
+    with open_device("cpu", memory_bytes=None) as device:
+        return measure_block(device, setting.shape, dtype=torch.float32, seconds=seconds, traffic=traffic)
 
 
 def make_model(name: str, folder: Path) -> None:
@@ -296,13 +276,11 @@ def measure(settings: Iterable[Setting], rounds: int, directory: Path, seconds: 
     stores.mkdir()
     for number in range(rounds):
         started = time.perf_counter()
-        with ExitStack() as owned:
-            profiles = Profiles(directory, seconds, owned)
-            for one in found:
-                turn(one, profiles.machine(one.setting), models, stores)
-                said, took = one.predicted[-1], one.measured[-1]
-                lanes = "  ".join(f"{name} {a[-1]:.3f}/{b[-1]:.3f}" for name, (a, b) in one.lanes.items())
-                print(f"  {one.setting.name:<72}{said:>8.3f}{took:>8.3f}{said / took - 1:>+8.1%}   {lanes}", flush=True)
+        for one in found:
+            turn(one, profile(one.setting, directory, seconds), models, stores)
+            said, took = one.predicted[-1], one.measured[-1]
+            lanes = "  ".join(f"{name} {a[-1]:.3f}/{b[-1]:.3f}" for name, (a, b) in one.lanes.items())
+            print(f"  {one.setting.name:<72}{said:>8.3f}{took:>8.3f}{said / took - 1:>+8.1%}   {lanes}", flush=True)
         print(f"round {number + 1} of {rounds}: {time.perf_counter() - started:.0f} s", flush=True)
     return found
 

@@ -3,6 +3,7 @@
     make bench                       everything; hours
     make bench ARGS=--quick          60M parameters, 1024 tokens, all systems; meant to end within 10 minutes
     python benchmarks/bench.py --parameters 250M 1B --tokens 256 --systems lohan deepspeed-nvme --rounds 5
+    python benchmarks/bench.py --resume bench.json --models DIR --minutes 5      a piece; again until nothing is left
 
 Systems (benchmarks/peers/systems.py): plain PyTorch in RAM, torch FSDP2, DeepSpeed ZeRO-3 with CPU offload and on NVMe
 (in a virtual environment of their own, installed by the command), and lohan with its strategies. All train the same
@@ -12,7 +13,8 @@ PyTorch first: losses and weights after two steps at 60M.
 Rounds go over all systems in turn. A turn is one step (two after a start) that does not count and two that do. Up to
 60M all systems stay open; larger models are loaded again for every turn, one at a time. The limit is the busiest
 resource's own time, measured alone in the same rounds: computing + updating + checksums on the cores, the step's bytes
-on the drive. Results are saved after every turn: an interrupted benchmark goes on with --resume FILE.
+on the drive. Results are saved after every turn: an interrupted benchmark goes on with --resume FILE, and a long one
+can be run in pieces: no turn begins after --minutes, and --models DIR keeps the models between pieces.
 
 Prints a table; the last line is JSON. benchmarks/draw_bench.py makes the page and the plots from the results file.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shutil
 import subprocess
@@ -55,27 +58,48 @@ STAY_OPEN_PARAMETERS = 100_000_000
 """Above this, all systems together do not fit in the memory of an ordinary machine."""
 
 WARM_UP, COUNTED = 2, 2
+"""Steps of a turn after a start. DeepSpeed records the order of its parameters in the first two and prefetches then."""
 
 
 class Bench:
     """One benchmark: its folder on the drive, the models in it, the workers that are open, and what was found."""
 
-    def __init__(self, directory: Path, findings: Findings, save_to: Path, *, keep_freed_memory: bool = False):
+    def __init__(
+        self,
+        directory: Path,
+        findings: Findings,
+        save_to: Path,
+        *,
+        models: Path | None = None,
+        minutes: float = math.inf,
+        counted: int = COUNTED,
+        keep_freed_memory: bool = False,
+    ):
         self._directory, self.findings, self._save_to = directory, findings, save_to
-        self._keep_freed_memory = keep_freed_memory
+        self._models, self._keep_models = models or directory, models is not None
+        self._no_turn_after = time.monotonic() + 60 * minutes
+        self._counted, self._keep_freed_memory = counted, keep_freed_memory
+        self.left = 0
+        """Turns that did not begin, because the time was up."""
         self._open: dict[str, Worker] = {}
         self._steps: dict[str, int] = {}
         self._started = 0
 
     def model(self, shape: str) -> Path:
         """The folder of a model, made by another process when it is first needed."""
-        folder = self._directory / f"model-{shape}"
+        folder = self._models / f"model-{shape}"
         if not folder.exists():
-            subprocess.run(
-                [sys.executable, str(WORKLOADS), shape, str(folder)], check=True,
-                stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            partial = self._models / f"partial-{shape}"  # a model that was interrupted must not look like one
+            shutil.rmtree(partial, ignore_errors=True)
+            make = [sys.executable, str(WORKLOADS), shape, str(partial)]
+            subprocess.run(make, check=True, stderr=subprocess.DEVNULL)
+            partial.rename(folder)
         return folder
+
+    def done_with(self, shape: str) -> None:
+        """Its model makes room on the drive, unless it is to be kept."""
+        if not self._keep_models:
+            shutil.rmtree(self._models / f"model-{shape}", ignore_errors=True)
 
     def start(self, system: System, shape: str, tokens: int) -> Worker:
         self._started += 1
@@ -127,9 +151,13 @@ class Bench:
             for number in range(1, rounds + 1):
                 for system in systems:
                     record = self.findings.record(shape, tokens, system.name)
-                    if record.failed is None and len(record.turns) < number:
-                        self._turn_or_failure(system, record, number, stay=stay and number < rounds)
-                        self.findings.save(self._save_to)
+                    if record.failed is not None or len(record.turns) >= number:
+                        continue
+                    if time.monotonic() > self._no_turn_after:
+                        self.left += 1
+                        continue
+                    self._turn_or_failure(system, record, number, stay=stay and number < rounds)
+                    self.findings.save(self._save_to)
         finally:
             self.close()
 
@@ -155,11 +183,11 @@ class Bench:
             record.load.append(worker.loaded)
         try:
             said = []
-            for _ in range((WARM_UP if fresh else 1) + COUNTED):
+            for _ in range((WARM_UP if fresh else 1) + self._counted):
                 self._steps[system.name] += 1
                 said.append({"number": self._steps[system.name], **worker.step(self._steps[system.name])})
             worker.settle()
-            turn = turn_of(number, said)
+            turn = turn_of(number, said, self._counted)
             record.turns.append(turn)
             if not stay and not system.limit_only:
                 out = self._directory / f"export-{system.name}"
@@ -180,9 +208,9 @@ class Bench:
         self._open.clear()
 
 
-def turn_of(number: int, said: Sequence[dict[str, Any]]) -> Turn:
-    """A turn from what its steps said; the last COUNTED count."""
-    counted = said[-COUNTED:]
+def turn_of(number: int, said: Sequence[dict[str, Any]], num_counted: int) -> Turn:
+    """A turn from what its steps said; the last ones count."""
+    counted = said[-num_counted:]
     more = {key: value for key, value in counted[-1].items() if key in _MORE}
     if "busy_seconds" in counted[-1]:
         for name in ("compute", "update"):
@@ -192,8 +220,8 @@ def turn_of(number: int, said: Sequence[dict[str, Any]]) -> Turn:
         seconds=[step["seconds"] for step in counted],
         losses={str(step["number"]): step["loss"] for step in said},
         peak_rss=int(max(step["peak_rss"] for step in said)),
-        read_bytes=sum(step["read_bytes"] for step in counted) / COUNTED,
-        write_bytes=sum(step["write_bytes"] for step in counted) / COUNTED,
+        read_bytes=sum(step["read_bytes"] for step in counted) / num_counted,
+        write_bytes=sum(step["write_bytes"] for step in counted) / num_counted,
         more=more,
     )
 
@@ -241,11 +269,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 4096])
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--counted", type=int, default=COUNTED, help="steps of a turn that count")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no turn after this time")
+    parser.add_argument("--models", type=Path, help="where models are kept for the next piece; a drive's, not RAM's")
     parser.add_argument(
         "--directory", type=Path, default=Path(), help="where models and stores go; a drive's, not RAM's"
     )
     parser.add_argument("--save", type=Path, default=Path("bench.json"), help="the results file to write")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with this results file")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on with this results file, or begin it")
     parser.add_argument("--check-parameters", choices=list(SHAPES), default="60M", help="the model of the check")
     parser.add_argument("--no-check", action="store_true", help="do not compare the systems' updates first")
     parser.add_argument("--no-limit", action="store_true", help="do not measure the resources alone")
@@ -256,8 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tokens in options.tokens:
         if tokens > 512 and tokens % 512:
             parser.error(f"--tokens {tokens}: sequences have 512 tokens, so use up to 512 or a multiple of it.")
-    if options.resume is not None and not options.resume.exists():
-        parser.error(f"--resume {options.resume}: there is no such file. Leave it out to begin.")
+    if options.rounds < 1 or options.counted < 1:
+        parser.error("--rounds and --counted: at least 1.")
     chosen = [SYSTEMS[name] for name in options.systems]
     if any(system.peer for system in chosen):
         try:
@@ -266,10 +297,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{problem}\nOr leave the peers out: --systems pytorch fsdp2-cpu lohan", file=sys.stderr)
             return 2
     save_to = options.resume or options.save
-    findings = read_findings(options.resume) if options.resume else Findings(machine=machine())
-    options.directory.mkdir(parents=True, exist_ok=True)
+    resumed = options.resume is not None and options.resume.exists()
+    findings = read_findings(options.resume) if resumed else Findings(machine=machine())
+    for folder in (options.directory, options.models or options.directory, save_to.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="lohan-bench-") as name:
-        bench = Bench(Path(name), findings, save_to, keep_freed_memory=options.keep_freed_memory)
+        bench = Bench(
+            Path(name), findings, save_to, models=options.models, minutes=options.minutes, counted=options.counted,
+            keep_freed_memory=options.keep_freed_memory,
+        )  # fmt: skip
         if not options.no_check:
             bench.check(chosen, options.check_parameters, 256)
             chosen = [one for one in chosen if one.name == "pytorch" or findings.checks[one.name]["ok"]]
@@ -277,10 +313,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for shape in options.parameters:
             for tokens in options.tokens:
                 bench.point(measured, shape, tokens, options.rounds)
-            shutil.rmtree(bench.model(shape))
+            bench.done_with(shape)
     print_tables(findings)
     for name, check in findings.checks.items():
         print(checking.sentence(name, check))
+    if bench.left:
+        print(f"{bench.left} turns are left after {options.minutes:g} minutes: run it again with --resume {save_to}")
     print(json.dumps(json_rows(findings)))
     return 0
 

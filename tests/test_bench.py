@@ -176,6 +176,24 @@ def test_a_benchmark_runs_ends_with_its_line_and_goes_on(tmp_path, capsys):
     assert [row["system"] for row in json.loads(printed[-1])] == ["pytorch", "lohan-fp32"]
 
 
+def test_a_benchmark_in_pieces_says_what_is_left_and_keeps_its_models(tmp_path, capsys):
+    results, models = tmp_path / "new" / "found.json", tmp_path / "models"
+    options = ["--parameters", "tiny", "--tokens", "64", "--systems", "pytorch", "--rounds", "2", "--counted", "1"]
+    options += ["--no-check", "--no-limit", "--directory", str(tmp_path / "drive"), "--models", str(models)]
+    options += ["--resume", str(results)]
+    assert bench.main([*options, "--minutes", "0"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2] == f"2 turns are left after 0 minutes: run it again with --resume {results}"
+    assert json.loads(printed[-1]) == []
+    assert not any("did not run" in line for line in printed)
+    assert bench.main(options) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert not any("left" in line for line in printed)
+    [found] = read_findings(results).records
+    assert [len(turn.seconds) for turn in found.turns] == [1, 1]
+    assert [one.name for one in models.iterdir()] == ["model-tiny"]
+
+
 def test_every_change_to_a_peer_has_its_reason():
     from peers.systems import CHANGES
 

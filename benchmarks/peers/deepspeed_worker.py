@@ -37,7 +37,9 @@ TUNED: dict[str, Any] = {
     "persistence_threshold": 100_000,
     "max_live": 1_000_000_000,
     "max_reuse": 0,
-    "compute_grad_norm": True,
+    "reduce_bucket_size": 500_000_000,
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
 }
 """For NVMe: the best of a sweep that was cut short, benchmarks/results/2026-11-17_peers_tuning.md"""
 
@@ -58,7 +60,9 @@ def config(job: Job) -> dict[str, Any]:
         "stage3_max_live_parameters": own["max_live"],
         "stage3_max_reuse_distance": own["max_reuse"],
         "stage3_gather_16bit_weights_on_model_save": True,
-        "compute_grad_norm": own["compute_grad_norm"],
+        "reduce_bucket_size": own["reduce_bucket_size"],
+        "contiguous_gradients": own["contiguous_gradients"],
+        "reduce_scatter": own["reduce_scatter"],
         "offload_param": {"device": own["offload"], "pin_memory": own["pin_memory"]},
         "offload_optimizer": {"device": own["offload"], "pin_memory": own["pin_memory"]},
     }

@@ -55,6 +55,10 @@ class Record:
         return self.parameters, self.tokens
 
     @property
+    def begun(self) -> bool:
+        return bool(self.turns) or self.failed is not None
+
+    @property
     def all_seconds(self) -> list[float]:
         return [second for turn in self.turns for second in turn.seconds]
 
@@ -110,7 +114,7 @@ class Findings:
 
     @property
     def points(self) -> list[tuple[str, int]]:
-        return list(dict.fromkeys(one.point for one in self.records))
+        return list(dict.fromkeys(one.point for one in self.records if one.begun))
 
     def save(self, path: Path) -> None:
         """Whole or not at all: an interrupted benchmark goes on from here."""
@@ -209,7 +213,7 @@ def json_rows(findings: Findings) -> list[dict[str, Any]]:
 
 
 def _order(findings: Findings, point: tuple[str, int]) -> Iterable[Record]:
-    found = {one.system: one for one in findings.records if one.point == point}
+    found = {one.system: one for one in findings.records if one.point == point and one.begun}
     return (found[name] for name in SYSTEMS if name in found)
 
 

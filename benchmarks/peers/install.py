@@ -3,7 +3,7 @@
     python benchmarks/peers/install.py
 
 torch comes first and DeepSpeed after it, without build isolation, because its setup asks the installed torch. Its
-operators are built here once (about three minutes each), so that no benchmark waits for a compiler. Asynchronous I/O
+operators are built here once (up to three minutes each), so that no benchmark waits for a compiler. Asynchronous I/O
 needs Debian's libaio-dev, which is installed if this runs as root on such a system.
 """
 
@@ -32,9 +32,8 @@ def ensure(*, nvme: bool) -> None:
         _install_aio()
     if _wanted() != (_STAMP.read_text() if _STAMP.exists() else ""):
         _install()
-    _build("CPUAdamBuilder")
-    if nvme:
-        _build("AsyncIOBuilder")
+    for builder in ("CPUAdamBuilder", "ShareMemCommBuilder", *(("AsyncIOBuilder",) if nvme else ())):
+        _build(builder)
 
 
 def version(package: str) -> str:
@@ -70,9 +69,10 @@ def _build(builder: str) -> None:
         raise CannotInstall(
             "DeepSpeed compiles its operators and there is no C++ compiler. Install one: apt install g++"
         )
-    print(f"Building DeepSpeed's {builder.removesuffix('Builder')} (about three minutes)", flush=True)
-    load = "load(verbose=False)"
-    _run([str(PYTHON), "-c", f"from deepspeed.ops.op_builder import {builder}; {builder}().{load}"])
+    print(f"Building DeepSpeed's {builder.removesuffix('Builder')} (up to three minutes)", flush=True)
+    code = "from deepspeed.accelerator import get_accelerator as get; "
+    code += f"get().create_op_builder({builder!r}).load(verbose=False)"
+    _run([str(PYTHON), "-c", code])
     stamp.touch()
 
 

@@ -46,7 +46,10 @@ SWEEP: dict[str, dict[str, Any]] = {
     "prefetch 200M": {"prefetch_bucket_size": 200_000_000},
     "pinned": {"pin_memory": True},
     "parameters of up to 2M persistent": {"persistence_threshold": 2_000_000},
-    "no gradient norm": {"compute_grad_norm": False},
+    "gradient buckets of 20M": {"reduce_bucket_size": 20_000_000},
+    "gradients not copied together": {"contiguous_gradients": False},
+    "gradients all-reduced in place": {"reduce_scatter": False},
+    "all-reduced in buckets of 20M": {"reduce_scatter": False, "reduce_bucket_size": 20_000_000},
 }
 
 

@@ -11,12 +11,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from peers import install
 from peers.serving import Job
 from peers.systems import System
 from peers.workloads import NUM_THREADS, forget
 
 HERE = Path(__file__).resolve().parent
-PEERS_PYTHON = HERE / ".venv" / "bin" / "python"
+PEERS_PYTHON = install.PYTHON
 
 KEEP_FREED_MEMORY = {
     "MALLOC_TOP_PAD_": str(256 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
@@ -51,7 +52,7 @@ class Worker:
             "PYTHONPATH": f"{HERE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             # ninja is found beside the peers' interpreter
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            **(KEEP_FREED_MEMORY if keep_freed_memory else {}), **(environment or {}),
+            **install.EXTENSIONS, **(KEEP_FREED_MEMORY if keep_freed_memory else {}), **(environment or {}),
         }  # fmt: skip
         self._log = self._directory / "worker.log"
         with self._log.open("w") as log:

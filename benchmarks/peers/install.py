@@ -16,10 +16,13 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-VENV = HERE / ".venv"
+VENV = (HERE / ".venv").resolve()
 PYTHON = VENV / "bin" / "python"
 _STAMP = VENV / ".installed"
-_ENVIRONMENT = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+# Operators are built again when a path in their compiler's command changes: one folder for each environment, and the
+# same path to it from everywhere.
+EXTENSIONS = {"TORCH_EXTENSIONS_DIR": str(VENV / "extensions")}
+_ENVIRONMENT = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", **EXTENSIONS}
 
 
 class CannotInstall(Exception):
@@ -62,7 +65,7 @@ def _install() -> None:
 
 def _build(builder: str) -> None:
     """Compile one of DeepSpeed's operators, which it would do itself at first use."""
-    stamp = VENV / f".built-{builder}"
+    stamp = VENV / "extensions" / f".built-{builder}"
     if stamp.exists():
         return
     if shutil.which("c++") is None and shutil.which("g++") is None:

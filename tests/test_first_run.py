@@ -13,6 +13,7 @@ import lohan
 from lohan import first_run, first_training
 from lohan.errors import ConfigError, LohanError, StoreLocked
 from lohan.models import load
+from lohan.profiles import DriveProfile, MachineProfile
 from lohan.store import Files, create_store, open_arena, open_store
 from lohan.store.report import describe_store, verify_directories
 from lohan.train import loop
@@ -26,6 +27,10 @@ def _quickly(monkeypatch):
     monkeypatch.setattr(first_training, "PROFILE_SECONDS", 0.5)
     monkeypatch.setattr(first_training, "HIDDEN_SIZE", 64)
     monkeypatch.setattr(first_training, "ASKED", 16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_the_whole_first_run(tmp_path, capsys):
@@ -66,7 +71,13 @@ def test_no_part_of_its_model_finds_room_in_memory(tmp_path, monkeypatch):
     assert previews[0].read_bytes_per_step + previews[0].write_bytes_per_step > 16 * previews[0].num_parameters
 
 
-def test_it_can_be_kept_looked_at_and_repeated(tmp_path, capsys):
+def test_it_can_be_kept_looked_at_and_repeated(tmp_path, capsys, monkeypatch):
+    machine = MachineProfile(
+        name="desk", gpu_name="cpu", gpu_flops_per_second=4e9, gpu_memory_bytes=8 * 10**9, separate_memory=False,
+        to_gpu_bytes_per_second=1e12, to_host_bytes_per_second=1e12, host_memory_bytes=8 * 10**9,
+        drives=(DriveProfile(read_bytes_per_second=2e9, write_bytes_per_second=1e9),), update_parameters_per_second=2e8,
+    )  # fmt: skip
+    monkeypatch.setattr("lohan.measure.machine.profile_machine", lambda *_, **__: machine)  # measured in the test above
     for _ in range(2):
         first_run.run(tmp_path / "own", SIZE, keep=True, steps=1)
         drives = [tmp_path / "own" / name for name in first_run.DRIVE_NAMES]

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from lohan import __version__, cli_estimate, cli_train
 from lohan.cli_profile import profile
 from lohan.errors import LohanError
+from lohan.wrapping import wrapped
 
 if TYPE_CHECKING:
     from lohan.doctor import Finding
@@ -32,7 +33,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except LohanError as error:
-            print(f"lohan: {error}", file=sys.stderr)
+            print(wrapped(f"lohan: {error}", sys.stderr), file=sys.stderr)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             print("lohan: interrupted", file=sys.stderr)

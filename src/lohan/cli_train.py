@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lohan.errors import ConfigError, LohanError
+from lohan.wrapping import wrapped
 
 if TYPE_CHECKING:
     from lohan.train.preview import Preview
@@ -83,13 +84,19 @@ def train(
         )
     except OSError as error:
         raise _no_place(error, loaded.output_dir) from error
+    except KeyboardInterrupt:
+        from lohan.store import has_store
+
+        there = any(has_store(Path(directory)) for directory in loaded.ssd)
+        print("Stopped at once. The same command " + ("goes on from the last commit." if there else "begins again."))
+        raise typer.Exit(INTERRUPTED) from None
     if result.stopped == "interrupted":
         print(f"Stopped after step {result.step} of {result.total_steps}. The same command goes on from there.")
         raise typer.Exit(INTERRUPTED)
 
 
 def _show_preview(ahead: Preview, *, ask: bool) -> None:
-    print("\n".join(ahead.lines()), flush=True)
+    print(wrapped("\n".join(ahead.lines()), sys.stdout, indent=" " * 9), flush=True)
     if ask and ahead.new and sys.stdin.isatty() and sys.stdout.isatty() and not typer.confirm("Begin?", default=True):
         print("Nothing was begun.")
         raise typer.Exit(1)

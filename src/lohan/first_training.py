@@ -252,7 +252,7 @@ def train(
         loss_before=losses[0],
         loss_after=losses[-1],
         tokens_per_second=sum(line["tokens"] for line in timed) / sum(line["seconds"] for line in timed),
-        ssd_bytes_per_step=sum(line["ssd_bytes"] for line in timed) / len(timed),
+        ssd_bytes_per_step=sum(line["ssd_bytes"] for line in trained) / len(trained),
         foretold_ssd_bytes=previews[0].read_bytes_per_step + previews[0].write_bytes_per_step,
         seconds_per_step=median(line["seconds"] for line in timed),
         foretold_seconds=previews[0].seconds_per_step or 0.0,

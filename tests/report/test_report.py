@@ -90,7 +90,7 @@ def test_upgrades_are_never_a_loss(run):
     found = left(run, "plan.json")["predicted"]["upgrades"]
     assert {one["name"] for one in found} >= {"one more SSD", "64 GB more RAM", "twice the tokens per step"}
     assert all(one["gain"] is None or one["gain"] >= 1 for one in found)
-    assert max(one["gain"] for one in found) > 1.2  # a device twice as fast: this run only computes
+    assert max(one["gain"] or 0 for one in found) > 1.2  # a device twice as fast: this run only computes
 
 
 def test_the_report_of_a_whole_run_has_every_chart_and_every_figure(run):
@@ -111,9 +111,9 @@ def test_the_report_of_a_whole_run_has_every_chart_and_every_figure(run):
     )
     tiers = {row["name"]: row for row in data["tiers"]["rows"]}
     assert tiers["RAM"]["budget"] == left(run, "plan.json")["preview"]["host_bytes"]
-    assert tiers["RAM"]["measured"] >= 0  # nothing, in a process that held more before
-    foretold, measured = tiers["SSD written per step"]["parts"][0][1], tiers["SSD written per step"]["measured"]
-    assert measured == pytest.approx(foretold, rel=0.3)  # 0.1 was seen to fail once; the cause is not known
+    assert 0 < tiers["RAM"]["measured"] <= tiers["RAM"]["budget"]
+    for row in ("SSD read per step", "SSD written per step"):
+        assert tiers[row]["measured"] == pytest.approx(tiers[row]["parts"][0][1], rel=0.02), row
     for said in (
         "Finished: 5 of 5 steps",
         "model on data.jsonl",

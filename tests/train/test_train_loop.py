@@ -17,7 +17,7 @@ from tiny_runs import elsewhere, make_config, make_model, told, weights
 from tiny_tokenizers import CHATML, byte_level
 from transformers import AutoModelForCausalLM
 
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, ModelError
 from lohan.testing.zoo import tiny_model_folder
 from lohan.train import loop
 from lohan.train.config_file import dump_config, load_config
@@ -38,6 +38,14 @@ def model(tmp_path_factory):
 @pytest.fixture
 def config(model, tmp_path):
     return make_config(model, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def straight(model, tmp_path_factory):
+    """The same run, never stopped."""
+    config = make_config(model, tmp_path_factory.mktemp("straight"))
+    train(config)
+    return config
 
 
 def same(one, other) -> bool:
@@ -80,9 +88,7 @@ def test_tokens_are_counted_without_filling(config):
 
 
 @pytest.mark.parametrize(("stop", "by"), [(1, signal.SIGINT), (4, signal.SIGTERM)])
-def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(config, monkeypatch, stop, by):
-    straight = elsewhere(config, "straight")
-    train(straight)
+def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(config, straight, monkeypatch, stop, by):
     with monkeypatch.context() as patched:
         interrupt_after(patched, stop, by=by)
         result = train(config)
@@ -94,9 +100,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bits(config, monkeypatch
     )
 
 
-def test_a_second_interrupt_stops_at_once_and_can_be_gone_on_from(config, monkeypatch):
-    straight = elsewhere(config, "straight")
-    train(straight)
+def test_a_second_interrupt_stops_at_once_and_can_be_gone_on_from(config, straight, monkeypatch):
     with monkeypatch.context() as patched:
         interrupt_after(patched, 3, times=2)
         with pytest.raises(KeyboardInterrupt):
@@ -105,10 +109,8 @@ def test_a_second_interrupt_stops_at_once_and_can_be_gone_on_from(config, monkey
     assert same(weights(config), weights(straight))
 
 
-def test_rare_commits_lose_no_more_than_they_say(config, monkeypatch):
+def test_rare_commits_lose_no_more_than_they_say(config, straight, monkeypatch):
     config = replace(config, save_steps=4)
-    straight = elsewhere(config, "straight")
-    train(straight)
     with monkeypatch.context() as patched:
         interrupt_after(patched, 3, times=2)
         with pytest.raises(KeyboardInterrupt):
@@ -120,10 +122,7 @@ def test_rare_commits_lose_no_more_than_they_say(config, monkeypatch):
     assert same(weights(config), weights(straight))
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(config, tmp_path):
-    straight = elsewhere(config, "straight", max_steps=8)
-    train(straight)
-    config = replace(config, max_steps=8)
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(config, straight, tmp_path):
     (tmp_path / "c.yaml").write_text(dump_config(config))
     code = f"""
 import torch; torch.set_num_threads(1)
@@ -133,12 +132,12 @@ train(load_config({str(tmp_path / "c.yaml")!r}))
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("step 3/"):
+            if line.startswith("step 2/"):
                 process.send_signal(signal.SIGKILL)
                 break
     started = []
-    assert train(config, on_run=lambda run: started.append(run.step_number)).step == 8
-    assert 2 <= started[0] < 8
+    assert train(config, on_run=lambda run: started.append(run.step_number)).step == 6
+    assert 1 <= started[0] < 6
     assert same(weights(config), weights(straight))
 
 
@@ -305,15 +304,53 @@ def test_steps_are_counted_as_transformers_counts_them(config):
 def test_the_live_display_shows_a_step():
     from rich.console import Console
 
-    console = Console(record=True, width=100, force_terminal=True)
+    console = Console(record=True, width=80, force_terminal=True)
     record = {
         "step": 3, "epoch": 0.5, "loss": 1.25, "grad_norm": None, "learning_rate": 1e-5, "tokens_per_second": 1234.0,
         "seconds": 2.0, "busy_seconds": {"compute": 1.0, "update": 3.0}, "rss_bytes": 10**9, "ssd_bytes": 10**6,
+        "run_bytes": 6 * 10**8, "host_bytes": 8 * 10**8,
+        "device_bytes": 2 * 10**9, "total_written_bytes": 12 * 10**12, "wear": 0.01,
+        "lanes": {"gpu": 1.0, "cpu_update": 3.0, "drives read": 0.5, "ssd": 0.9},
     }  # fmt: skip
     with LiveDisplay(10, console) as display:
         display.show(record)
         display.say("[a sentence]")
+        display.stopping()
+        display.show(record | {"step": 4})
     text = console.export_text()
-    for part in ("step 3/10", "loss 1.2500", "skipped", "1,234 tokens/s", "compute", "50%", "1 GB RAM", "[a sentence]"):
+    for part in (
+        "step 3/10", "30%", "step 4/10", "Stopping after this step. Once more stops at once", "loss 1.2500", "skipped",
+        "1,234 tokens/s", "computing", "50%", "SSD read", "25%", "RAM 600 MB of 800 MB, 1 GB with", "[a sentence]",
+        "device memory 2 GB", "12 TB written so far (1.00% of its life)",
+    ):  # fmt: skip
         assert part in text
     assert (clock(59), clock(3723)) == ("0:59", "1:02:03")
+
+
+def test_a_line_is_printed_every_so_many_steps(config, capsys):
+    train(replace(config, logging_steps=4, export_at_end=False))
+    printed = capsys.readouterr().out
+    assert [step for step in range(1, 7) if f"step {step}/6" in printed] == [4, 6]
+    assert len(read_metrics(Path(config.output_dir))) == 6
+
+
+def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = make_model(tmp_path / "own")
+    (folder / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig):\n    model_type = 'mine'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"model_type": "mine", "architectures": ["Model"]}
+    described["auto_map"] = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    (folder / "config.json").write_text(json.dumps(described))
+    own = replace(config, model_name_or_path=str(folder), max_steps=2)
+    with pytest.raises(ModelError, match=r"set trust_remote_code: true"):
+        train(own)
+    assert not Path(own.ssd[0]).exists()
+    train(replace(own, trust_remote_code=True))
+    known = elsewhere(config, "known", max_steps=2)
+    train(known)
+    assert same(weights(own), weights(known))

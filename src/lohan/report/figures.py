@@ -120,8 +120,18 @@ def predicted_step(run: Gathered) -> dict[str, Any] | None:
 
 def recent(run: Gathered) -> list[dict[str, Any]]:
     """The steps of the last start but its first, which also loads libraries; all there are, if those are too few."""
+    return since_start(run)[1:] or run.steps
+
+
+def since_start(run: Gathered) -> list[dict[str, Any]]:
+    """The steps of the last start; all there are, if it has not taken any."""
     after = 0 if run.plan is None else int(run.plan.get("after_step", 0))
-    return [line for line in run.steps if line["step"] > after + 1] or run.steps
+    return [line for line in run.steps if line["step"] > after] or run.steps
+
+
+def mean_of(lines: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = [value for line in lines if (value := number(line.get(key))) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def median_of(lines: Sequence[dict[str, Any]], key: str) -> float | None:
@@ -216,8 +226,9 @@ def tiers(run: Gathered) -> Chart | str:
                 "budget": None,
             }
         )
-    lines = recent(run)
-    moved, written = median_of(lines, "ssd_bytes"), median_of(lines, "ssd_written_bytes")
+    # The mean and not the median: a step's last writes are counted with the step they fall into, and only the sum of
+    # all steps is what they moved.
+    moved, written = mean_of(since_start(run), "ssd_bytes"), mean_of(since_start(run), "ssd_written_bytes")
     ahead = {} if plan is None else plan["preview"]
     if moved is not None and written is not None:
         for name, key, value in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from types import TracebackType
@@ -11,6 +12,12 @@ from lohan.sizes import format_bytes
 
 _RECENT = 20
 """Steps the expected end is judged by."""
+
+_LANES = {
+    "gpu": "computing", "cpu_update": "updating", "drives read": "SSD read", "drives write": "SSD write",
+    "to_gpu": "to device", "to_host": "to host",
+}  # fmt: skip
+"""Lanes that have a bar, two in a row, as report/spans.py names them."""
 
 
 class Display(Protocol):
@@ -24,7 +31,14 @@ class Display(Protocol):
         """A sentence that stays."""
 
     def show(self, record: dict[str, Any]) -> None:
-        """A step, as it stands in metrics.jsonl."""
+        """A step, as it stands in metrics.jsonl, with `run_bytes` of `host_bytes`, `total_written_bytes`, `wear`, and
+        `lanes` if `shows_lanes`."""
+
+    def stopping(self) -> None:
+        """The run will stop after this step. Called in a signal handler."""
+
+    @property
+    def shows_lanes(self) -> bool: ...
 
 
 def make_display(total_steps: int, *, every: int, live: bool | None = None) -> Display:
@@ -46,8 +60,13 @@ class _Pace:
         return clock(mean * (self._total - record["step"]))
 
 
+_STOPPING = "Stopping after this step. Once more stops at once; both can be gone on from."
+
+
 class PlainDisplay:
     """A line every so many steps, and for the last one."""
+
+    shows_lanes = False
 
     def __init__(self, total_steps: int, *, every: int):
         self._total, self._every = total_steps, every
@@ -69,16 +88,25 @@ class PlainDisplay:
         if record["step"] % self._every == 0 or record["step"] == self._total:
             print(f"step {record['step']}/{self._total}  {facts(record)}  {left} left", flush=True)
 
+    def stopping(self) -> None:
+        # Not print(): the main thread may be inside one, and Python refuses to enter it twice.
+        os.write(2, f"\n{_STOPPING}\n".encode())
+
 
 class LiveDisplay:
-    """A bar and the last step's numbers, drawn in place."""
+    """A bar, the last step's numbers, what every lane did of it, and what memory and drives bear, drawn in place."""
+
+    shows_lanes = True
 
     def __init__(self, total_steps: int, console: Any = None):
         from rich.console import Console
         from rich.live import Live
+        from rich.text import Text
 
         self._total, self._pace = total_steps, _Pace(total_steps)
-        self._live = Live(console=console or Console(), refresh_per_second=4, transient=False)
+        self._last: Any = Text("The first step is under way.")
+        self._stopping = False
+        self._live = Live(console=console or Console(), refresh_per_second=4, get_renderable=self._drawn)
 
     def __enter__(self) -> LiveDisplay:
         self._live.start()
@@ -87,7 +115,17 @@ class LiveDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stopping = False
         self._live.stop()
+
+    def stopping(self) -> None:
+        self._stopping = True  # drawn with the next picture: what is written beside the panel would be drawn over
+
+    def _drawn(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._last, Text(_STOPPING, style="bold")) if self._stopping else self._last
 
     def say(self, text: str) -> None:
         from rich.markup import escape
@@ -98,19 +136,46 @@ class LiveDisplay:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
 
         table = Table.grid(padding=(0, 2))
         table.add_row(
             f"[bold]step {record['step']}[/]/{self._total}",
             ProgressBar(self._total, record["step"], width=30),
+            f"{record['step'] / self._total:.0%}",
             f"{self._pace.left(record)} left",
         )
         lanes = Table.grid(padding=(0, 2))
-        for name, seconds in record["busy_seconds"].items():
-            share = min(seconds / max(record["seconds"], 1e-9), 1.0)
-            lanes.add_row(name, ProgressBar(1.0, share, width=20), f"{share:.0%}")
-        memory = f"{format_bytes(record['rss_bytes'])} RAM, {format_bytes(record['ssd_bytes'])} of SSD traffic"
-        self._live.update(Group(table, facts(record), lanes, memory))
+        busy = [(words, record["lanes"][name]) for name, words in _LANES.items() if name in record["lanes"]]
+        for first in range(0, len(busy), 2):
+            cells: list[Any] = []
+            for words, seconds in busy[first : first + 2]:
+                share = min(seconds / max(record["seconds"], 1e-9), 1.0)
+                cells += [words, ProgressBar(1.0, share, width=18), Text(f"{share:>4.0%}")]
+            lanes.add_row(*cells)
+        self._last = Group(table, Text(facts(record)), lanes, Text(_burden(record)))
+        self._live.refresh()
+
+
+def _burden(record: dict[str, Any]) -> str:
+    """What memory and drives bear; each line fits into 80 columns."""
+    lines = [
+        f"RAM {format_bytes(record['run_bytes'])} of {format_bytes(record['host_bytes'])}, "
+        f"{format_bytes(record['rss_bytes'])} with Python and its libraries"
+    ]
+    if record.get("device_bytes") is not None:
+        lines.append(f"device memory {format_bytes(record['device_bytes'])} at its peak")
+    wear = f"{record['wear']:.2%}" if record["wear"] >= 0.0001 else "under 0.01%"
+    lines.append(
+        f"SSD {format_bytes(record['ssd_bytes'])} in this step, {format_bytes(record['total_written_bytes'])} written "
+        f"so far ({wear} of its life)"
+    )
+    return "\n".join(lines)
+
+
+def in_a_line(text: str) -> str:
+    """Line breaks shown and not obeyed."""
+    return text.replace("\n", "\\n")
 
 
 def facts(record: dict[str, Any]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,8 +17,10 @@ class Interrupt:
     Signals are the main thread's affair: entered in another one, nothing is caught.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_ask: Callable[[], None] = lambda: None) -> None:
+        """`on_ask` is called in the signal handler, where hardly anything is safe: print() is not."""
         self.asked = False
+        self._on_ask = on_ask
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -36,5 +38,4 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        # Not print(): the main thread may be inside one, and Python refuses to enter it twice.
-        os.write(2, b"\nStopping after this step. Once more stops at once; both can be gone on from.\n")
+        self._on_ask()

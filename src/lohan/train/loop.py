@@ -24,6 +24,7 @@ from lohan.generate.generator import free_memory
 from lohan.hardware import load_machine
 from lohan.optim import make_schedule
 from lohan.report.record import RunRecord
+from lohan.report.spans import measured_lanes
 from lohan.sizes import format_bytes, parse_size
 from lohan.store import has_store, open_store
 from lohan.train.config import AUTO, TrainConfig
@@ -32,11 +33,11 @@ from lohan.train.config_file import dump_config
 from lohan.train.data.packed_model import check_packing
 from lohan.train.data.splits import Splits, open_data
 from lohan.train.data.tokenizer import load_tokenizer
-from lohan.train.display import Display, make_display
+from lohan.train.display import Display, in_a_line, make_display
 from lohan.train.evaluation import Evaluations, evaluate, is_due
 from lohan.train.fitness import check_model
 from lohan.train.interrupt import Interrupt
-from lohan.train.metrics import MetricsFile
+from lohan.train.metrics import MetricsFile, read_metrics
 from lohan.train.places import check_places, output_folder
 from lohan.train.preview import Preview, largest_batches, preview
 from lohan.train.replanning import Replanning
@@ -122,11 +123,12 @@ def train(
             reporters=owned.enter_context(reporters),
             display=owned.enter_context(make_display(total, every=config.logging_steps, live=live)),
             replanning=None if arguments["machine"] is None else Replanning(run, arguments["machine"]),
+            wear_of=ahead.wear_of,
         )  # fmt: skip
         run.reserve(loop.largest)
         if run.step_number < total:
             loop.record.begin(run, ahead, machine=arguments["machine"], shapes=loop.largest, total_steps=total)
-        with Interrupt() as interrupt:
+        with Interrupt(loop.display.stopping) as interrupt:
             loop.interrupt = interrupt
             stopped = loop.run_to_the_end()
         run.commit(loop.memory())
@@ -167,6 +169,7 @@ class _Loop:
         tokenizer: Any,
         host_bytes: int,
         replanning: Replanning | None,
+        wear_of: Callable[[float], float],
     ):
         self.config, self.run, self.data, self.total = config, run, data, total
         self.evaluations, self.display = evaluations, display
@@ -179,6 +182,8 @@ class _Loop:
         self._replanning = replanning
         self._busy: dict[str, float] = {}
         self._ssd_bytes, self._ssd_written = run.ssd_bytes, run.ssd_written_bytes
+        self._wear_of = wear_of
+        self._total_written = sum(line.get("ssd_written_bytes") or 0 for line in read_metrics(Path(config.output_dir)))
 
     def run_to_the_end(self) -> str | None:
         """All steps that are left. Returns why it stopped before the end, if it did."""
@@ -205,6 +210,8 @@ class _Loop:
     def _tell(self, out: StepResult) -> None:
         train = self.data.train
         tokens = train.tokens_of(out.step)
+        if out.step == self.total or self.interrupt.asked:
+            self.run.drain()  # no later step's line would have what it still writes
         busy, moved, written = self.run.busy_seconds, self.run.ssd_bytes, self.run.ssd_written_bytes
         # A new plan makes a new engine, whose clocks begin at 0.
         spent = {lane: t - self._busy[lane] if t >= self._busy.get(lane, 1e99) else t for lane, t in busy.items()}
@@ -224,10 +231,22 @@ class _Loop:
             "rss_bytes": resident_bytes(),
             "time": time.time(),
         }
+        if self.run.device.separate_memory:
+            record["device_bytes"] = self.run.device.peak_bytes
+        self._total_written += record["ssd_written_bytes"]
         self._busy, self._ssd_bytes, self._ssd_written, self.loss = busy, moved, written, out.loss
         self._metrics.write(record)
         self.record.step(self.run)
-        self.display.show(record)
+        shown = record | {
+            "run_bytes": max(0, record["rss_bytes"] - self.run.base_bytes),
+            "host_bytes": self._host_bytes,
+            "total_written_bytes": self._total_written,
+            "wear": self._wear_of(self._total_written),
+        }
+        if self.display.shows_lanes:
+            taken = self.run.step_spans()
+            shown["lanes"] = {} if taken is None else measured_lanes(taken[1], taken[0].start, taken[0].end)
+        self.display.show(shown)
         if out.step % self.config.logging_steps == 0 or out.step == self.total:
             names = ("loss", "grad_norm", "learning_rate", "epoch", "tokens_per_second")
             self._reporters.log(out.step, {name: record[name] for name in names})
@@ -238,7 +257,8 @@ class _Loop:
         patience = self.config.early_stopping_patience
         due = is_due(self.config, step, steps_per_epoch=steps, total_steps=self.total)
         if held_out is not None and due and self.evaluations.last_step != step:
-            started = time.perf_counter()
+            self.run.drain()  # what the step still moves is the step's
+            started, read = time.perf_counter(), self._read_bytes
             loss = evaluate(
                 self.run,
                 held_out,
@@ -250,15 +270,20 @@ class _Loop:
             seconds = time.perf_counter() - started
             best = self.evaluations.record(step, loss, self.config.early_stopping_threshold)
             record = {"step": step, "eval_loss": loss, "best": best, "eval_seconds": seconds}
+            self.display.say(f"step {step}/{self.total}  held-out loss {loss:.4f}{', the best so far' if best else ''}")
             self._metrics.write(record | self._samples())
             self._reporters.log(step, {"eval_loss": loss})
-            self.display.say(f"step {step}/{self.total}  held-out loss {loss:.4f}{', the best so far' if best else ''}")
             if best and self.config.load_best_model_at_end:
                 self.export(BEST_NAME)
+            self._ssd_bytes += self._read_bytes - read  # not the next step's
         stop = patience is not None and self.evaluations.num_worse >= patience and step < self.total
         if stop:
             self.display.say(f"Stopping: {patience} evaluations were no better than step {self.evaluations.best_step}.")
         return stop
+
+    @property
+    def _read_bytes(self) -> int:
+        return self.run.ssd_bytes - self.run.ssd_written_bytes
 
     def _samples(self) -> dict[str, Any]:
         """What the model writes now, told and for the metrics."""
@@ -282,7 +307,7 @@ class _Loop:
             samples = []
         self.run.reserve(self.largest)
         for sample in samples:
-            self.display.say(f"  {sample['prompt']} -> {sample['text']}")
+            self.display.say(f"  {in_a_line(sample['prompt'])} -> {in_a_line(sample['text'])}")
         return {"samples": samples}
 
     def export(self, name: str) -> Path:

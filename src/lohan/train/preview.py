@@ -89,10 +89,16 @@ class Preview:
     endurance_share: float | None = None
     """Of the rated life of the drive that is written most; None where the rating is not known."""
 
+    def wear_of(self, written_bytes: float) -> float:
+        """The share of a drive's rated life that so many bytes take; of a usual one's where the rating is not known."""
+        planned = self.write_bytes_per_step * self.steps
+        if self.endurance_share is None or not planned:
+            return written_bytes / REFERENCE_ENDURANCE_BYTES
+        return self.endurance_share * written_bytes / planned
+
     def lines(self) -> list[str]:
         """For people."""
         written = self.write_bytes_per_step * self.steps
-        wear = written / REFERENCE_ENDURANCE_BYTES
         lines = [
             f"model    {self.num_parameters / 1e6:,.1f} million parameters, {self.steps:,} steps of up to "
             f"{self.tokens_per_step:,} tokens",
@@ -110,8 +116,8 @@ class Preview:
         )
         rating = f"what a drive rated for {REFERENCE_ENDURANCE_BYTES / 1e12:,.0f} TB may take"
         if self.endurance_share is not None:
-            wear, rating = self.endurance_share, "the drives' rated endurance"
-        lines.append(f"wear     {format_bytes(written)} written in all, {_percent(wear)} of {rating}")
+            rating = "the drives' rated endurance"
+        lines.append(f"wear     {format_bytes(written)} written in all, {_percent(self.wear_of(written))} of {rating}")
         if self.seconds_per_step is None:
             lines.append("time     not known: `lohan profile --out machine.yaml`, then machine: machine.yaml")
         else:

@@ -27,6 +27,7 @@ def _quickly(monkeypatch):
     monkeypatch.setattr(first_training, "PROFILE_SECONDS", 0.5)
     monkeypatch.setattr(first_training, "HIDDEN_SIZE", 64)
     monkeypatch.setattr(first_training, "ASKED", 16)
+    monkeypatch.setattr(first_training, "ROWS", 8)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

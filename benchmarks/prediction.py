@@ -38,13 +38,14 @@ from lohan.measure.store_rate import measure_store
 from lohan.measure.traffic import Traffic, open_traffic
 from lohan.measure.update_rate import measure_update
 from lohan.optim import Updater
+from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.profiles import DriveProfile, MachineProfile
 from lohan.sim.run import simulate_steps
 
 SEQUENCE = 256
 LINK_BYTES_PER_SECOND = 4e9
 WARM_UP, TIMED = 2, 6
-MODELS = {"8M": (256, 8, 2048), "28M": (512, 8, 2048), "53M": (1024, 4, 1024)}
+MODELS = {"28M": (512, 8, 2048), "53M": (1024, 4, 1024), "94M": (1024, 7, 2048)}
 """Hidden size, blocks, vocabulary."""
 
 
@@ -85,10 +86,10 @@ SETTINGS = (
     Setting(model="28M", tokens=128),
     Setting(model="53M", tokens=128, micro_batches=4, memory="600MB", max_grad_norm=1e9),
     Setting(model="28M", tokens=512, state_format="fp32"),
-    Setting(model="53M", tokens=256, memory="600MB", strategy="lohan-paper"),
+    Setting(model="53M", tokens=256, memory="900MB", strategy="lohan-paper"),
     Setting(model="28M", tokens=512, memory="2GB", strategy="in-memory", commit_every=1000),
-    Setting(model="8M", tokens=512, micro_batches=2, memory="1GB"),
-    Setting(model="53M", tokens=128, memory="500MB"),
+    Setting(model="28M", tokens=512, micro_batches=2, memory="1GB"),
+    Setting(model="94M", tokens=128, memory="600MB"),
     Setting(model="53M", tokens=128, memory="700MB", state_format="fp32"),
     Setting(model="53M", tokens=128, memory="900MB", max_grad_norm=1e9),
     Setting(model="53M", tokens=128, memory="900MB", strategy="separate-stage"),
@@ -98,9 +99,7 @@ SETTINGS = (
     Setting(model="53M", tokens=32, flops=1.5e10, memory="500MB"),
     Setting(model="53M", tokens=32, flops=1.5e10, memory="500MB", state_format="fp32"),
     Setting(model="53M", tokens=32, flops=1.5e10, memory="500MB", strategy="separate-stage"),
-    Setting(
-        model="8M", tokens=128, micro_batches=2, flops=1.5e10, memory="1GB", strategy="in-memory", commit_every=1000
-    ),
+    Setting(model="28M", tokens=64, flops=1.5e10, memory="2GB", strategy="in-memory", commit_every=1000),
 )
 
 
@@ -132,7 +131,8 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
     store = measure_store([directory], seconds=2 * seconds)
     with open_traffic([directory], seconds=seconds / 2) as traffic:
         block = _block(setting, 2.5 * seconds, traffic)
-        update = measure_update(updater, seconds=2 * seconds, traffic=traffic)
+        elements = min(PIECE_ELEMENTS, setting.shape.hidden_size**2)  # a projection's, up to a whole piece
+        update = measure_update(updater, seconds=2 * seconds, piece_elements=elements, traffic=traffic)
     virtual = setting.flops is not None
     link = LINK_BYTES_PER_SECOND if virtual else NEVER_THE_LIMIT
     return MachineProfile(
@@ -157,6 +157,8 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
         drives_beside_compute=None if block.shares is None else block.shares.drives,
         update_beside_drives=None if update.shares is None else update.shares.work,
         drives_beside_update=None if update.shares is None else update.shares.drives,
+        single_read_bytes_per_second=store.single_read,
+        single_write_bytes_per_second=store.single_write,
         commit_seconds=store.commit_seconds,
         op_seconds=measure_op_seconds(0.2),
     )  # fmt: skip

@@ -78,6 +78,10 @@ class MachineProfile:
 
     update_beside_drives: float | None = None
     drives_beside_update: float | None = None
+    single_read_bytes_per_second: float | None = None
+    """What the drives reach when there is only one record to read at a time; None: as much as with many."""
+
+    single_write_bytes_per_second: float | None = None
     commit_seconds: float = 0.0
     """What a commit takes when all its writes are done: making them durable, and the manifest."""
 

@@ -39,6 +39,8 @@ def test_a_machine_without_a_gpu_is_measured(tmp_path: Path):
         assert share is not None
         assert 0 < share <= 1
     assert machine.commit_seconds > 0
+    assert machine.single_read_bytes_per_second is not None
+    assert machine.single_write_bytes_per_second is not None
     assert machine.op_seconds > 0
     assert machine.host_memory_bytes > 0
     (drive,) = machine.drives
@@ -102,7 +104,16 @@ DRIVE = DriveProfile(read_bytes_per_second=3e9, write_bytes_per_second=3e9, mixe
 
 
 def together(rate: float) -> StoreRate:
-    return StoreRate(read=rate, write=rate, mixed=rate, cpu_seconds_per_byte=1e-10, commit_seconds=0.0, direct=True)
+    return StoreRate(
+        read=rate,
+        write=rate,
+        mixed=rate,
+        cpu_seconds_per_byte=1e-10,
+        commit_seconds=0.0,
+        direct=True,
+        single_read=rate,
+        single_write=rate,
+    )
 
 
 def test_drives_that_keep_their_rate_together_have_no_common_limit():

@@ -262,6 +262,20 @@ def test_computing_on_the_cores_has_shares_of_its_own():
     assert here.end == pytest.approx([1.75, 1.0])
 
 
+def test_few_records_under_way_are_slower_than_many():
+    single = replace(MACHINE, single_read_bytes_per_second=0.4e9)
+    model, plan = model_size(), Plan(separate_memory=True)
+
+    def ends(num):
+        ops = [SimOp(Key(1, "r", number), "ssd_read", num_bytes=10**9) for number in range(num)]
+        return simulate([ops], single, model=model, plan=plan).end
+
+    assert ends(1) == pytest.approx([2.5])
+    # Three at once read at the drive's own 1 GB/s, then two at 0.8, then one at 0.4.
+    assert ends(3) == pytest.approx([1.0, 2.25, 4.75])
+    assert simulate_steps(model, plan, single).seconds >= simulate_steps(model, plan, MACHINE).seconds
+
+
 def test_a_commit_takes_its_time_behind_the_writes():
     model, plan = model_size(), Plan(separate_memory=True, barrier=True)
     slow = replace(MACHINE, commit_seconds=0.5)

@@ -146,6 +146,8 @@ def profile_machine(
         drives_beside_compute=None if block.shares is None else _figure(block.shares.drives),
         update_beside_drives=None if update.shares is None else _figure(update.shares.work),
         drives_beside_update=None if update.shares is None else _figure(update.shares.drives),
+        single_read_bytes_per_second=_figure(stores[-1].single_read) if stores else None,
+        single_write_bytes_per_second=_figure(stores[-1].single_write) if stores else None,
         commit_seconds=_figure(max(one.commit_seconds for one in stores)) if stores else 0.0,
         op_seconds=_figure(op_seconds),
         notes="; ".join(notes),

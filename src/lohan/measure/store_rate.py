@@ -21,6 +21,7 @@ from pathlib import Path
 
 from lohan.errors import StoreFull
 from lohan.measure.cliff import Cliff, WriteRates
+from lohan.measure.timing import durations
 from lohan.sizes import format_bytes
 from lohan.store import Arena, Files, Handle, RecordSpec, Slab, Store, create_store, open_arena, open_store
 from lohan.store.transfer import describe
@@ -56,6 +57,10 @@ class StoreRate:
     """Both at once, added."""
 
     cpu_seconds_per_byte: float
+    single_read: float
+    """One record at a time."""
+
+    single_write: float
     commit_seconds: float
     """From the end of a step's writes to their commit."""
 
@@ -98,6 +103,8 @@ def measure_store(
             write=statistics.median(found["write"]),
             mixed=statistics.median(found["mixed"]),
             cpu_seconds_per_byte=total_cpu / total_bytes,
+            single_read=streams.single("read", seconds / (len(slices) + 1)),
+            single_write=streams.single("write", seconds / (len(slices) + 1)),
             commit_seconds=statistics.median(streams.commit() for _ in range(COMMITS)),
             direct=all(drive.direct for drive in streams.store.drives),
         )
@@ -202,6 +209,14 @@ class Streams:
         if kind != "read":
             self._sync()
         return moved, time.perf_counter() - started
+
+    def single(self, kind: str, seconds: float) -> float:
+        """Bytes per second with one record under way."""
+        start = self.store.read if kind == "read" else self.store.write
+        slab = self._incoming[0] if kind == "read" else self._outgoing[0]
+        names = cycle(self._names[: max(2, self._written)])
+        taken = durations(lambda: start(next(names), slab.padded).wait(), seconds)
+        return RECORD_BYTES / statistics.median(taken)
 
     def commit(self) -> float:
         """Write some records and commit them; the seconds from the end of the writes on."""

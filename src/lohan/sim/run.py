@@ -2,9 +2,9 @@
 
 The rules are the engine's. A lane does its operations in the order given; one starts when its waits are over and its
 lane is free. The drives' lanes only issue: several operations are under way at once, served in the order of issue,
-reads and writes side by side. Reading needs a slab of its pool and waits for one; evict and the end of a write give
-slabs back. What a later call puts on the lanes starts after the clip of the step before, as run.step() does. Without
-separate memory compute and update take turns.
+reads and writes side by side, and slower where too few are under way. Reading needs a slab of its pool and waits for
+one; evict and the end of a write give slabs back. What a later call puts on the lanes starts after the clip of the step
+before, as run.step() does. Without separate memory compute and update take turns.
 
 Between two events every rate is constant, so time advances from one end of an operation to the next. The loop keeps
 plain lists and integers: 100,000 operations take about a second.
@@ -37,6 +37,7 @@ NORM_SHARE = 0.15
 """Of an update's time, what the norm of the same parameters takes: it reads 2 of the update's 28 bytes per parameter
 and widens them to f32. Reckoned from bytes, not measured."""
 
+_NO_LIMIT = float("inf")
 _LANE_NUMBER = {name: number for number, name in enumerate(LANES)}
 _SERVERS = [SERVER_OF_LANE[name] for name in LANES]
 _COMPUTING = [number for number, server in enumerate(_SERVERS) if server in (GPU, CPU)]
@@ -106,6 +107,10 @@ def simulate(
             order[lane].append(number)
 
     table = server_rates(machine)
+    # Of one record at a time; nothing else has more than one under way.
+    singles = [_NO_LIMIT] * NUM_SERVERS
+    singles[READ] = machine.single_read_bytes_per_second or _NO_LIMIT
+    singles[WRITE] = machine.single_write_bytes_per_second or _NO_LIMIT
     members = [tuple(server for server in range(NUM_SERVERS) if busy >> server & 1) for busy in range(1 << NUM_SERVERS)]
     turns = 0 if machine.separate_memory else 1 << GPU | 1 << CPU
     # A plan without slabs for activations on their way has not counted them.
@@ -114,6 +119,7 @@ def simulate(
     position = [0] * len(LANES)
     current = [-1] * NUM_SERVERS
     remaining = [0.0] * NUM_SERVERS
+    rates = [0.0] * NUM_SERVERS
     queues: list[deque[int]] = [deque() for _ in range(NUM_SERVERS)]
     looks = (*_OTHERS, *_COMPUTING), (*_OTHERS, *reversed(_COMPUTING))
     limit = list(limits[0])
@@ -174,10 +180,11 @@ def simulate(
         if not busy:
             break
         # To the next end of anything.
-        rates = table[busy]
+        full = table[busy]
         active = members[busy]
         step_seconds, soonest = float("inf"), -1
         for server in active:
+            rates[server] = min(full[server], (1 + len(queues[server])) * singles[server])
             seconds = remaining[server] / rates[server]
             if seconds < step_seconds:
                 step_seconds, soonest = seconds, server
@@ -238,7 +245,7 @@ def _work(
         elif server in (READ, WRITE):
             amount = float(op.num_bytes)
             if op.key.kind == "commit":
-                amount = machine.commit_seconds * drives.write
+                amount = machine.commit_seconds * min(drives.write, machine.single_write_bytes_per_second or _NO_LIMIT)
         if isinstance(op, SimOp) and op.seconds:
             assert server in (GPU, CPU), "only computing lanes are counted in seconds"
             amount += op.seconds

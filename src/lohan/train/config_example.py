@@ -16,8 +16,8 @@ from lohan.sizes import format_bytes
 _MIN_DRIVE_BYTES = 20 * 10**9
 """A drive with less has no room for a model worth streaming. By feel."""
 
-_BYTES_PER_PARAMETER = 24
-"""Two versions of 12 bytes: docs/training.md."""
+_BYTES_PER_PARAMETER = 26
+"""Two versions of 12 bytes, and 2 for gradients that wait for clipping: docs/training.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ train_file: data.jsonl                 # messages, prompt/completion, text, alpa
 {output}
 
 # -- this machine
-# Weights and optimizer state live here: 24 bytes per parameter, over all drives. Leave out a drive you want to keep.
+# Weights and optimizer state live here: 26 bytes per parameter, over all drives. Leave out a drive you want to keep.
 {drives}
 {memory}
 {device}

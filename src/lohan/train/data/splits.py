@@ -111,5 +111,6 @@ def _report(
         filled = train.num_tokens / (train.num_rows * config.max_length)
         said.append(f"packed into {train.num_rows:,} rows of {config.max_length} tokens, {filled:.1%} filled")
     if test is not None:
-        said.append(f"{test.num_examples:,} examples are held out")
+        held = test.num_examples
+        said.append(f"{held:,} example{'s are' if held != 1 else ' is'} held out")
     return tuple(said)

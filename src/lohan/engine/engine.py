@@ -164,7 +164,6 @@ class Engine:
 
     def put(self, ops: Sequence[Op], begin: Callable[[], None] | None = None) -> None:
         """Turn operations into tasks. `begin` runs on the compute lane, before the first of them there."""
-        tasks = []
         for op in ops:
             first = op.key.kind == "forward" and op.key.unit == 0 and op.key.piece == 0
             run = self._bind(op, begin if first else None)
@@ -172,8 +171,7 @@ class Engine:
             label = f"{op.key.kind} {op.key.unit}" if op.key.unit >= 0 else op.key.kind
             task = Task(op.key, op.lane, label, waits, run)
             self._tasks[op.key] = task
-            tasks.append(task)
-        self.lanes.put(tasks)
+            self.lanes.put([task])  # at once: the first of them run while the last are made
 
     def _bind(self, op: Op, begin: Callable[[], None] | None) -> Callable[[], Handle | None]:
         method: Callable[[Op], Handle | None] = getattr(self, f"_{op.key.kind}")

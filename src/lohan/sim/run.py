@@ -91,6 +91,10 @@ def simulate(
     if norm_share is None:
         norm_share = NORM_SHARE if machine.norm_share is None else machine.norm_share
     work = _work(ops, lanes, machine, model, norm_share)
+    for put in puts:  # all of it is scheduled before the first of it computes
+        first = next((op.key for op in put if op.key.kind == "forward"), None)
+        if first is not None:
+            work[index[first]] += len(put) * machine.op_seconds
     lease, release = _slabs(ops, index)
     dependents: list[list[int]] = [[] for _ in ops]
     left = [0] * len(ops)

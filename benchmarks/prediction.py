@@ -2,12 +2,12 @@
 
     python benchmarks/prediction.py [--directory DIR] [--rounds 3] [--only TEXT] [--quick]
 
-Settings differ in model, tokens, budget, strategy, state format and device. Right before every run, in every round, the
-machine's profile is taken again, of the code that will run: the model's own block at the micro-batch in use, the update
-in the format in use, records through a store, and what these leave each other. Then the setting is opened, takes two
-steps to warm up and several that are timed together, and is closed. A prediction is the simulator's step for the Plan
-the run has, on that profile; nothing is fitted to what the runs then take. Plans are made once, with the first round's
-profile.
+Settings differ in model, tokens, budget, strategy, state format and device. A setting is opened, takes two steps to
+warm up, and then the machine is profiled and steps are timed by turns, three times: this machine's speed moves by a
+fifth within seconds, and both should meet the same moments. The profile is of the code that runs: the model's own block
+at the micro-batch in use, the update in the format in use, records through a store, and what these leave each other. A
+prediction is the simulator's step for the Plan the run has, on those rates; nothing is fitted to what steps take. Plans
+are made once, with a profile taken before the first round. Rounds go over all settings.
 
 An error is predicted over measured, of the medians over rounds. Lanes: seconds that computing, updating and the drives
 work in a step, predicted and measured. The last line is JSON: median_error, worst_error, settings.
@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from lohan.sim.run import simulate_steps
 
 SEQUENCE = 256
 LINK_BYTES_PER_SECOND = 4e9
-WARM_UP, TIMED = 2, 6
+WARM_UP, GROUPS, TIMED = 2, 3, 2
 MODELS = {"28M": (512, 8, 2048), "53M": (1024, 4, 1024), "94M": (1024, 7, 2048)}
 """Hidden size, blocks, vocabulary."""
 
@@ -191,8 +191,8 @@ def batches(setting: Setting, step: int) -> list[dict[str, Any]]:
     return made
 
 
-def turn(found: Found, machine: MachineProfile, models: Path, stores: Path) -> None:
-    """Open, warm up, time, close; predicted and measured are added."""
+def turn(found: Found, directory: Path, seconds: float) -> None:
+    """Open, warm up, then profile and steps by turns, close; predicted and measured are added."""
     setting = found.setting
     virtual = None
     if setting.flops is not None:
@@ -200,39 +200,64 @@ def turn(found: Found, machine: MachineProfile, models: Path, stores: Path) -> N
             flops_per_second=setting.flops, to_gpu_bytes_per_second=LINK_BYTES_PER_SECOND,
             to_host_bytes_per_second=LINK_BYTES_PER_SECOND, poison=False,
         )  # fmt: skip
-    found.machine = found.machine or machine
+    found.machine = found.machine or profile(setting, directory, seconds)
+    machines: list[MachineProfile] = []
+    elapsed, late, busy = 0.0, 0.0, dict.fromkeys(("compute", "update", "drives"), 0.0)
     with open_run(
-        model=models / setting.model, ssd=[stores / str(hash(setting))], host_memory=setting.memory,
+        model=directory / "models" / setting.model, ssd=[directory / "stores" / str(hash(setting))],
         device="cpu" if virtual is None else "virtual", virtual=virtual, machine=found.machine,
-        strategy=setting.strategy, state_format=setting.state_format, max_grad_norm=setting.max_grad_norm,
-        commit_every=setting.commit_every, learning_rate=1e-6,
+        host_memory=setting.memory, strategy=setting.strategy, state_format=setting.state_format,
+        max_grad_norm=setting.max_grad_norm, commit_every=setting.commit_every, learning_rate=1e-6,
     ) as run:  # fmt: skip
-        data = [batches(setting, number) for number in range(WARM_UP + TIMED)]
-        for one in data[:WARM_UP]:
-            run.step(one)
-        before, started = dict(run.busy_seconds), time.perf_counter()
-        late = run.device.describe().get("late_seconds", {}).get("compute", 0.0)
-        for one in data[WARM_UP:]:
-            run.step(one)
-        ended = time.perf_counter()
-        found.measured.append((ended - started) / TIMED)
-        found.late = run.device.describe().get("late_seconds", {}).get("compute", 0.0) - late
-        found.late /= ended - started
-        busy = {name: (seconds - before[name]) / TIMED for name, seconds in run.busy_seconds.items()}
-        busy["drives"] = union_seconds(run, started, ended) / TIMED
+        for number in range(WARM_UP):
+            run.step(batches(setting, number))
+        for _ in range(GROUPS):
+            run.drain()
+            machines.append(profile(setting, directory, seconds))
+            run.step(batches(setting, 0))  # not timed: it starts with nothing under way
+            data = [batches(setting, number) for number in range(TIMED)]
+            before, late_before, started = dict(run.busy_seconds), _late(run), time.perf_counter()
+            for one in data:
+                run.step(one)
+            ended = time.perf_counter()
+            elapsed, late = elapsed + ended - started, late + _late(run) - late_before
+            busy["drives"] += union_seconds(run, started, ended)
+            for name, total in run.busy_seconds.items():
+                busy[name] += total - before[name]
         assert run.planned is not None
-        timeline = simulate_steps(
-            run.planned.size, run.planned.plan, machine, micro_batches=setting.micro_batches, steps=WARM_UP + TIMED,
-            commit=setting.commit_every == 1,
-        )  # fmt: skip
-    ends = timeline.step_ends
-    found.predicted.append((ends[-1] - ends[WARM_UP - 1]) / TIMED)
-    lanes = timeline.busy_seconds()
+        size, plan = run.planned.size, run.planned.plan
+    timeline = simulate_steps(
+        size, plan, typical(machines), micro_batches=setting.micro_batches, steps=WARM_UP + 1 + TIMED,
+        commit=setting.commit_every == 1,
+    )  # fmt: skip
+    ends, lanes = timeline.step_ends, timeline.busy_seconds()
+    found.late = late / elapsed
+    found.measured.append(elapsed / TIMED / GROUPS)
+    found.predicted.append((ends[-1] - ends[WARM_UP]) / TIMED)
     said = {"compute": lanes["gpu"], "update": lanes["cpu_update"], "drives": timeline.drive_seconds()}
-    for name, seconds in said.items():
-        predicted, measured = found.lanes.setdefault(name, ([], []))
-        predicted.append(seconds)
-        measured.append(busy[name])
+    for name, predicted in said.items():
+        both = found.lanes.setdefault(name, ([], []))
+        both[0].append(predicted)
+        both[1].append(busy[name] / TIMED / GROUPS)
+
+
+def typical(machines: Sequence[MachineProfile]) -> MachineProfile:
+    """Of every rate the mean, which is also how steps add up."""
+
+    def mean(of: Sequence[Any], **more: Any) -> Any:
+        means = {}
+        for one in fields(of[0]):
+            values = [getattr(each, one.name) for each in of]
+            if isinstance(values[0], float):
+                means[one.name] = len(values) / sum(1 / value for value in values) if all(values) else 0.0
+        return replace(of[0], **means, **more)
+
+    made: MachineProfile = mean(machines, drives=(mean([machine.drives[0] for machine in machines]),))
+    return made
+
+
+def _late(run: Run) -> float:
+    return float(run.device.describe().get("late_seconds", {}).get("compute", 0.0))
 
 
 def union_seconds(run: Run, started: float, ended: float) -> float:
@@ -268,14 +293,13 @@ def report(found: Sequence[Found]) -> None:
 
 def measure(settings: Iterable[Setting], rounds: int, directory: Path, seconds: float) -> list[Found]:
     found = [Found(setting) for setting in settings]
-    models, stores = directory / "models", directory / "stores"
     for name in {one.setting.model for one in found}:
-        make_model(name, models / name)
-    stores.mkdir()
+        make_model(name, directory / "models" / name)
+    (directory / "stores").mkdir()
     for number in range(rounds):
         started = time.perf_counter()
         for one in found:
-            turn(one, profile(one.setting, directory, seconds), models, stores)
+            turn(one, directory, seconds)
             said, took = one.predicted[-1], one.measured[-1]
             lanes = "  ".join(f"{name} {a[-1]:.3f}/{b[-1]:.3f}" for name, (a, b) in one.lanes.items())
             print(f"  {one.setting.name:<72}{said:>8.3f}{took:>8.3f}{said / took - 1:>+8.1%}   {lanes}", flush=True)
@@ -294,9 +318,9 @@ def main() -> None:
     bound_allocator()
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="lohan-bench-") as name:
         report(
-            measure(settings[::3], 1, Path(name), 0.3)
+            measure(settings[::3], 1, Path(name), 0.1)
             if options.quick
-            else measure(settings, options.rounds, Path(name), 1.2)
+            else measure(settings, options.rounds, Path(name), 0.35)
         )
 
 

@@ -148,6 +148,7 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
         update_parameters_per_second=update.parameters_per_second,
         norm_share=update.norm_share,
         weights_seconds_per_parameter=block.weights_seconds_per_parameter,
+        saved_by_keeping=block.saved_by_keeping,
         checksum_bytes_per_second=num_cores() / store.cpu_seconds_per_byte,
         compute_beside_drives=None if block.shares is None else block.shares.work,
         drives_beside_compute=None if block.shares is None else block.shares.drives,
@@ -162,7 +163,9 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
 
 def _block(setting: Setting, seconds: float, traffic: Traffic) -> BlockRate:
     if setting.flops is not None:  # what `virtual` is told it waits out
-        return BlockRate(flops_per_second=setting.flops, weights_seconds_per_parameter=0.0, shape=setting.shape)
+        return BlockRate(
+            flops_per_second=setting.flops, weights_seconds_per_parameter=0.0, saved_by_keeping=1.0, shape=setting.shape
+        )  # fmt: skip
     with open_device("cpu", memory_bytes=None) as device:
         return measure_block(device, setting.shape, dtype=torch.float32, seconds=seconds, traffic=traffic)
 

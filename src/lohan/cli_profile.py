@@ -114,6 +114,7 @@ def machine_rows(machine: MachineProfile) -> list[tuple[str, str]]:
     rows = [
         ("device", f"{machine.gpu_name}, {format_bytes(machine.gpu_memory_bytes)} free"),
         ("a block computes", _flops(machine.gpu_flops_per_second)),
+        ("keeping operators", f"saves {machine.saved_by_keeping:.0%} of the time to compute them again"),
         ("installing weights", f"{machine.weights_seconds_per_parameter * 1e9:.3g} s per billion parameters"),
     ]
     if machine.separate_memory:

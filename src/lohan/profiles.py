@@ -66,6 +66,10 @@ class MachineProfile:
     """Of each unit, in forward and again in backward, beside its arithmetic and whatever the number of micro-batches:
     widening weights to the compute dtype, casting the gradient back."""
 
+    saved_by_keeping: float = 1.0
+    """Of the time its FLOPs would say, what keeping an operator's output saves in backward: the light ones between kept
+    ones (norms, activations, rotations) are computed again all the same."""
+
     checksum_bytes_per_second: float | None = None
     """What the drives would move if all cores did nothing but serve them: checksums, copies, system calls."""
 

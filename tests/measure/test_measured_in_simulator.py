@@ -8,7 +8,7 @@ import pytest
 
 from lohan.measure.drift import step_work
 from lohan.plan.plan import ModelSize, Plan, UnitSize
-from lohan.profiles import MachineProfile
+from lohan.profiles import MachineProfile, OperatorProfile
 from lohan.sim.run import NORM_SHARE, simulate_steps
 
 MACHINE = MachineProfile(
@@ -32,6 +32,21 @@ def test_installing_weights_is_paid_once_a_pass_whatever_the_number_of_micro_bat
     installed = step_work(MODEL, PLAN, micro_batches).installed
     found = step_seconds(slower, micro_batches) - step_seconds(MACHINE, micro_batches)
     assert found == pytest.approx(installed * 1e-3)
+
+
+def test_what_keeping_does_not_save_is_paid():
+    operators = (OperatorProfile(name="mm", flops=40.0, output_bytes=8, needed=True),)
+    units = tuple(replace(unit, operators=operators if unit.kind == "block" else ()) for unit in MODEL.units)
+    model, kept = replace(MODEL, units=units), replace(PLAN, kept=((), ((0, "device"),), (), ()))
+
+    def seconds(plan: Plan, saved: float) -> float:
+        machine = replace(MACHINE, saved_by_keeping=saved)
+        return max(simulate_steps(model, plan, machine, steps=1, commit=False).end)
+
+    recomputed = seconds(PLAN, 1.0)
+    assert seconds(PLAN, 0.5) == pytest.approx(recomputed)
+    assert recomputed - seconds(kept, 1.0) == pytest.approx(40.0 / 1e3)
+    assert recomputed - seconds(kept, 0.25) == pytest.approx(40.0 / 1e3 * 0.25)
 
 
 def test_the_measured_share_of_the_norm_takes_the_place_of_the_reckoned_one():

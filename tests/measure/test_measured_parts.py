@@ -43,6 +43,7 @@ def test_a_block_runs_as_the_engine_runs_it(dtype):
     found = measure_block(CpuDevice(), TINY, dtype=dtype, seconds=0.0)
     assert found.flops_per_second > 0
     assert found.weights_seconds_per_parameter >= 0
+    assert 0 <= found.saved_by_keeping <= 1
     assert torch.equal(torch.get_rng_state(), before)
 
 

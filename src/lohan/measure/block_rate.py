@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from lohan.models.units import Units, partition
 from lohan.optim import AdamW, Updater, default_format
 from lohan.plan.activations import recompute_flops
 from lohan.plan.pieces import PIECE_ELEMENTS
+from lohan.profiles import OperatorProfile
 
 _VOCABULARY = 256
 _BLOCKS = 1
@@ -81,6 +82,10 @@ class BlockRate:
     weights_seconds_per_parameter: float
     """Forward and backward each, whatever the number of micro-batches: widening weights, casting gradients."""
 
+    saved_by_keeping: float
+    """Of the time its FLOPs would say, what keeping all a block's operators saves: what lies between them is computed
+    again all the same."""
+
     shape: BlockShape
     shares: Shares | None = None
     """With traffic on the drives; None where that was not measured or computing is not done by the cores."""
@@ -119,25 +124,33 @@ def measure_block(
         owned.enter_context(without_caches(model))
         units = partition(model, None)
         layouts = lay_out(units, wire, Updater(AdamW(), default_format(wire), wire), PIECE_ELEMENTS)
-        forward, again = _flops(model, units, shape, dtype, device)
-        compute = Compute(model, units, layouts, device, compute_dtype=dtype, wire=wire, seed=0)
+        operators = _operators(model, units, shape, dtype, device)
+        keep: list[dict[int, str]] = [{} for _ in layouts]
+        compute = Compute(model, units, layouts, device, compute_dtype=dtype, wire=wire, seed=0, keep=keep)
         owned.callback(compute.close)
         owned.enter_context(device.rng_state_guard())
         bench = _Bench(compute, device, layouts, shape)
         owned.callback(bench.close)
         bench.round()  # also watches for what escapes from a block
         disturbed = traffic is not None and not device.separate_memory
-        alone = _rounds(bench, seconds * (0.6 if disturbed else 1.0), tell)
+        alone = _rounds(bench, seconds * (0.5 if disturbed else 0.8), tell)
         shares = None
         if traffic is not None and disturbed:
             with traffic.flowing() as flow:
-                beside = _rounds(bench, seconds * 0.4, lambda share: None)
+                beside = _rounds(bench, seconds * 0.3, lambda share: None)
             shares = traffic.shares(_mean_seconds(alone), _mean_seconds(beside), flow)
+        for block in keep[1:-1]:
+            block.update({number: "device" for number, operator in enumerate(operators) if operator.needed})
+        keeping = _rounds(bench, seconds * 0.2, lambda share: None)
+    forward, again = sum(operator.flops for operator in operators), recompute_flops(operators, ())
     arithmetic = statistics.median(middle for _, middle, _ in alone)
+    saved = arithmetic - statistics.median(middle for _, middle, _ in keeping)
+    share = again / (3 * forward + again)
     besides = statistics.median(first + last - 2 * middle for first, middle, last in alone)
     return BlockRate(
         flops_per_second=(3 * forward + again) / arithmetic,
         weights_seconds_per_parameter=max(0.0, besides) / 2 / shape.num_parameters,
+        saved_by_keeping=min(1.0, max(0.0, saved / (share * arithmetic))),
         shape=shape,
         shares=shares,
     )
@@ -238,12 +251,11 @@ def _build(shape: BlockShape, dtype: torch.dtype) -> nn.Module:
         return build_skeleton(Path(folder), compute_dtype=dtype)
 
 
-def _flops(
+def _operators(
     model: nn.Module, units: Units, shape: BlockShape, dtype: torch.dtype, device: Device
-) -> tuple[float, float]:
-    """Of one block and one micro-batch: forward, and what its replay computes again."""
+) -> Sequence[OperatorProfile]:
+    """The heavy ones of one block, for one micro-batch."""
     rehearsal = Rehearsal(
         model, units, rows=shape.rows, tokens=shape.columns, dtype=dtype, device=device.torch_device
     )  # fmt: skip
-    operators = rehearsal.kinds[0].operators
-    return sum(operator.flops for operator in operators), recompute_flops(operators, ())
+    return rehearsal.kinds[0].operators

@@ -141,6 +141,7 @@ def profile_machine(
         update_parameters_per_second=_figure(update.parameters_per_second),
         norm_share=_figure(update.norm_share),
         weights_seconds_per_parameter=_figure(block.weights_seconds_per_parameter),
+        saved_by_keeping=_figure(block.saved_by_keeping),
         checksum_bytes_per_second=_figure(num_cores() / cpu) if cpu else None,
         compute_beside_drives=None if block.shares is None else _figure(block.shares.work),
         drives_beside_compute=None if block.shares is None else _figure(block.shares.drives),
@@ -252,7 +253,7 @@ def _block(
     given = device.options.flops_per_second if isinstance(device, VirtualDevice) else None
     if given is not None:
         # `virtual` waits out what the schedule counts and nothing else.
-        return BlockRate(flops_per_second=given, weights_seconds_per_parameter=0.0, shape=shape)
+        return BlockRate(flops_per_second=given, weights_seconds_per_parameter=0.0, saved_by_keeping=1.0, shape=shape)
     found = measure_block(
         device, shape, dtype=dtype, wire=settings.wire, seconds=seconds, traffic=traffic, tell=steps.tell
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from lohan.plan.activations import recompute_flops
 from lohan.plan.drives import drive_rates
 from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import LANES, Key, Scheduler
@@ -228,12 +229,16 @@ def _work(
     overhead, install = machine.op_seconds, machine.weights_seconds_per_parameter
     rates = (1.0, machine.to_gpu_bytes_per_second, machine.to_host_bytes_per_second)
     drives = drive_rates(machine.drives, machine.array_bytes_per_second)
+    light = (1 - machine.saved_by_keeping) * per_flop
+    whole = _whole_backwards(ops, model) if light else []
     work = []
     for op, lane in zip(ops, lanes, strict=True):
         amount = 0.0
         server = _SERVERS[lane] if lane >= 0 else -1
         if server == GPU:
             amount = op.flops * per_flop + overhead
+            if light and op.key.kind == "backward":
+                amount += light * max(0.0, whole[op.key.unit] - op.flops)
             if install and op.key.piece == 0 and op.key.kind in ("forward", "backward"):  # the first micro-batch pays
                 passes = 2 if op.key.kind == "forward" and op.key.unit == len(parameters) - 1 else 1
                 amount += passes * parameters[op.key.unit] * install
@@ -255,6 +260,17 @@ def _work(
             amount += op.seconds
         work.append(amount)
     return work
+
+
+def _whole_backwards(ops: Sequence[AnyOp], model: ModelSize) -> list[float]:
+    """Of each unit, FLOPs of one micro-batch's backward when nothing is kept."""
+    micro_batches = 1 + max((op.key.piece for op in ops if op.key.kind == "forward"), default=0)
+    found: dict[int, float] = {}
+    for unit in model.units:
+        if id(unit) not in found:
+            forward = unit.forward_flops / micro_batches
+            found[id(unit)] = 2 * forward + (recompute_flops(unit.operators, ()) if unit.operators else forward)
+    return [found[id(unit)] for unit in model.units]
 
 
 def _slabs(ops: Sequence[AnyOp], index: dict[Key, int]) -> tuple[list[int], list[int]]:

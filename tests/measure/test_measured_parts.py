@@ -87,6 +87,8 @@ def test_work_and_traffic_are_measured_side_by_side_and_nothing_stays(tmp_path: 
         assert found.shares is not None
         assert 0 < found.shares.work <= 1
         assert 0 < found.shares.drives <= 1
+    assert block.singles is not None
+    assert min(block.singles) > 0
     assert device.shares is None, "a device of its own computes whatever the cores do"
     assert not list(tmp_path.iterdir())
 

@@ -90,6 +90,9 @@ class BlockRate:
     shares: Shares | None = None
     """With traffic on the drives; None where that was not measured or computing is not done by the cores."""
 
+    singles: tuple[float, float] | None = None
+    """Bytes per second that drives read and write one record at a time while the cores compute; None as above."""
+
 
 def choose_shape(device: Device, dtype: torch.dtype, tokens: int | None = None) -> BlockShape:
     """The largest block that is quick to measure here: by its arithmetic on a CPU, by its memory on a GPU."""
@@ -133,12 +136,15 @@ def measure_block(
         owned.callback(bench.close)
         bench.round()  # also watches for what escapes from a block
         disturbed = traffic is not None and not device.separate_memory
-        alone = _rounds(bench, seconds * (0.5 if disturbed else 0.8), tell)
-        shares = None
+        alone = _rounds(bench, seconds * (0.4 if disturbed else 0.8), tell)
+        shares, singles = None, None
         if traffic is not None and disturbed:
             with traffic.flowing() as flow:
-                beside = _rounds(bench, seconds * 0.3, lambda share: None)
+                beside = _rounds(bench, seconds * 0.25, lambda share: None)
             shares = traffic.shares(_mean_seconds(alone), _mean_seconds(beside), flow)
+            with traffic.trickling() as trickle:
+                _rounds(bench, seconds * 0.15, lambda share: None)
+            singles = trickle.rate("read"), trickle.rate("write")
         for block in keep[1:-1]:
             block.update({number: "device" for number, operator in enumerate(operators) if operator.needed})
         keeping = _rounds(bench, seconds * 0.2, lambda share: None)
@@ -153,6 +159,7 @@ def measure_block(
         saved_by_keeping=min(1.0, max(0.0, saved / (share * arithmetic))),
         shape=shape,
         shares=shares,
+        singles=singles,
     )
 
 

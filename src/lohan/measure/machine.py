@@ -125,6 +125,7 @@ def profile_machine(
             long = measure_sustained(path, num_bytes=sizes.sustained_bytes, tell=steps.tell)
             drives[number] = after_long_write(drives[number], long, notes)
     steps.end()
+    singles = block.singles or ((stores[-1].single_read, stores[-1].single_write) if stores else None)
     cpu = sum(one.cpu_seconds_per_byte for one in stores) / len(stores) if stores else 0.0
     return MachineProfile(
         name=platform.node() or "this machine",
@@ -147,8 +148,8 @@ def profile_machine(
         drives_beside_compute=None if block.shares is None else _figure(block.shares.drives),
         update_beside_drives=None if update.shares is None else _figure(update.shares.work),
         drives_beside_update=None if update.shares is None else _figure(update.shares.drives),
-        single_read_bytes_per_second=_figure(stores[-1].single_read) if stores else None,
-        single_write_bytes_per_second=_figure(stores[-1].single_write) if stores else None,
+        single_read_bytes_per_second=None if singles is None else _figure(singles[0]),
+        single_write_bytes_per_second=None if singles is None else _figure(singles[1]),
         commit_seconds=_figure(max(one.commit_seconds for one in stores)) if stores else 0.0,
         op_seconds=_figure(op_seconds),
         notes="; ".join(notes),

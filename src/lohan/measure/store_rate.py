@@ -154,6 +154,7 @@ class Streams:
         self._incoming, self._outgoing = incoming, outgoing
         self._names = [record.name for record in store.layout.records]
         self._written = 0
+        self._turns = cycle(self._names)
         self._step = 1
         """The one that is open."""
 
@@ -212,11 +213,15 @@ class Streams:
 
     def single(self, kind: str, seconds: float) -> float:
         """Bytes per second with one record under way."""
+        return RECORD_BYTES / statistics.median(durations(lambda: self.one(kind), seconds))
+
+    def one(self, kind: str) -> float:
+        """Read or write one record; its seconds."""
         start = self.store.read if kind == "read" else self.store.write
         slab = self._incoming[0] if kind == "read" else self._outgoing[0]
-        names = cycle(self._names[: max(2, self._written)])
-        taken = durations(lambda: start(next(names), slab.padded).wait(), seconds)
-        return RECORD_BYTES / statistics.median(taken)
+        started = time.perf_counter()
+        start(next(self._turns), slab.padded).wait()
+        return time.perf_counter() - started
 
     def commit(self) -> float:
         """Write some records and commit them; the seconds from the end of the writes on."""

@@ -13,6 +13,7 @@ streams and the very work that a run has.
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lohan.measure.store_rate import STORE_BYTES, Streams, temporary_store
+from lohan.measure.store_rate import RECORD_BYTES, STORE_BYTES, Streams, temporary_store
 
 _LEAST_SHARE = 0.05
 """Below this something else has disturbed the measurement."""
@@ -38,6 +39,16 @@ class Flow:
     """One stretch of traffic; its rate is known when it is over."""
 
     rate = 0.0
+
+
+class Trickle:
+    """One record at a time: how long each took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {"read": [], "write": []}
+
+    def rate(self, kind: str) -> float:
+        return RECORD_BYTES / statistics.mean(self.seconds[kind])
 
 
 class Traffic:
@@ -60,6 +71,24 @@ class Traffic:
                 over.set()
                 moved, taken = running.result()
                 flow.rate = moved / taken
+
+    @contextmanager
+    def trickling(self) -> Iterator[Trickle]:
+        """One record at a time, read and written in turn, from here to the end of the block."""
+        trickle, over = Trickle(), threading.Event()
+
+        def run() -> None:
+            while not (over.is_set() and trickle.seconds["write"]):
+                for kind, seconds in trickle.seconds.items():
+                    seconds.append(self._streams.one(kind))
+
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(run)
+            try:
+                yield trickle
+            finally:
+                over.set()
+                running.result()
 
     def shares(self, alone: float, beside: float, flow: Flow) -> Shares:
         """From the seconds some work took without and with traffic."""

@@ -157,7 +157,6 @@ class Run:
             with self.device.rng_state_guard():
                 ops = engine.scheduler.step(number, commit=commit, micro_batches=len(micro_batches))
                 engine.start(state, micro_batches, ops)
-                engine.prune(number - 2)  # now, while the lanes work
                 engine.wait(Key(number, "clip"))
             self._settle(engine, state)
         except BaseException as error:
@@ -165,6 +164,7 @@ class Run:
             raise
         self.step_number = number
         self._uncommitted = not commit
+        engine.prune(number - 1)
         norm = None if state.overflow or state.total_norm is None else float(state.total_norm)
         tokens = sum(int(batch["input_ids"].numel()) for batch in micro_batches if "input_ids" in batch)
         ended = time.perf_counter()

@@ -112,10 +112,9 @@ def simulate(
             order[lane].append(number)
 
     table = server_rates(machine)
-    # Of one record at a time; nothing else has more than one under way.
-    singles = [_NO_LIMIT] * NUM_SERVERS
-    singles[READ] = machine.single_read_bytes_per_second or _NO_LIMIT
-    singles[WRITE] = machine.single_write_bytes_per_second or _NO_LIMIT
+    # Of one record at a time, by server; nothing else has more than one under way.
+    known = ((READ, machine.single_read_bytes_per_second), (WRITE, machine.single_write_bytes_per_second))
+    singles = [(server, rate) for server, rate in known if rate is not None]
     members = [tuple(server for server in range(NUM_SERVERS) if busy >> server & 1) for busy in range(1 << NUM_SERVERS)]
     turns = 0 if machine.separate_memory else 1 << GPU | 1 << CPU
     # A plan without slabs for activations on their way has not counted them.
@@ -124,7 +123,6 @@ def simulate(
     position = [0] * len(LANES)
     current = [-1] * NUM_SERVERS
     remaining = [0.0] * NUM_SERVERS
-    rates = [0.0] * NUM_SERVERS
     queues: list[deque[int]] = [deque() for _ in range(NUM_SERVERS)]
     looks = (*_OTHERS, *_COMPUTING), (*_OTHERS, *reversed(_COMPUTING))
     limit = list(limits[0])
@@ -185,11 +183,14 @@ def simulate(
         if not busy:
             break
         # To the next end of anything.
-        full = table[busy]
+        rates: Sequence[float] = table[busy]
+        if singles:
+            rates = list(rates)
+            for server, single in singles:
+                rates[server] = min(rates[server], (1 + len(queues[server])) * single)
         active = members[busy]
         step_seconds, soonest = float("inf"), -1
         for server in active:
-            rates[server] = min(full[server], (1 + len(queues[server])) * singles[server])
             seconds = remaining[server] / rates[server]
             if seconds < step_seconds:
                 step_seconds, soonest = seconds, server

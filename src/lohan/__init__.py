@@ -6,12 +6,14 @@
         run.export("out/")
 
 Importing this package is cheap on purpose: no torch, no NumPy, nothing that touches a device. What needs them is
-imported when it is first asked for.
+imported when it is first asked for. It sets one environment variable on processors with unusable AMX: see lohan.amx.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from lohan.amx import avoid_unusable_amx
 
 if TYPE_CHECKING:
     from lohan.engine.devices import VirtualOptions
@@ -31,6 +33,8 @@ _HOMES = {
     "open_run": "lohan.engine.run",
 }
 _ROOMS = ("engine", "errors", "models", "optim", "store")
+
+avoid_unusable_amx()
 
 
 def __getattr__(name: str) -> Any:

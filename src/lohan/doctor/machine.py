@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lohan.amx import avoid_unusable_amx
 from lohan.doctor.findings import Finding, Verdict
 from lohan.sizes import format_bytes
 
@@ -54,7 +55,7 @@ def examine_machine() -> list[Finding]:
         judge_python(sys.version_info[:2], platform.python_version()),
         judge_torch(torch),
         *judge_device(torch),
-        judge_cpu(len(os.sched_getaffinity(0))),
+        judge_cpu(len(os.sched_getaffinity(0)), unusable_amx=avoid_unusable_amx()),
         *judge_update(find_update_path(torch)),
         *judge_memory(memory.total, memory.available, find_cgroup_memory()),
     ]
@@ -136,14 +137,22 @@ def judge_device(torch: Torch | None) -> list[Finding]:
     return [Finding(name="device", value="CPU only", verdict=Verdict.NOTE, advice=advice, data={"kind": "cpu"})]
 
 
-def judge_cpu(num_cores: int) -> Finding:
+def judge_cpu(num_cores: int, *, unusable_amx: bool = False) -> Finding:
     few = num_cores < 4
+    advice = []
+    if few:
+        advice.append("Checksums and optimizer updates share these with the rest; with so few they take turns.")
+    if unusable_amx:
+        advice.append(
+            "It claims AMX and hides how to use it, as some virtual machines do, and plain torch dies at its first "
+            "bf16 matmul. lohan does without; in other programs set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16."
+        )
     return Finding(
         name="cpu",
         value=f"{num_cores} core{'s' if num_cores != 1 else ''} usable",
-        verdict=Verdict.NOTE if few else Verdict.OK,
-        advice="Checksums and optimizer updates share these with the rest; with so few they take turns." if few else "",
-        data={"num_cores": num_cores},
+        verdict=Verdict.NOTE if advice else Verdict.OK,
+        advice=" ".join(advice),
+        data={"num_cores": num_cores, "unusable_amx": unusable_amx},
     )
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import checking, install
-from peers.driving import PEERS_PYTHON, Worker, WorkerFailed
+from peers.driving import Worker, WorkerFailed
 from peers.findings import (
     FOLDER_HEADINGS,
     HEADINGS,
@@ -239,8 +239,8 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    if PEERS_PYTHON.exists():
-        versions["deepspeed"] = install.version("deepspeed")
+    if (deepspeed := install.version("deepspeed")) is not None:
+        versions["deepspeed"] = deepspeed
     memory = psutil.virtual_memory().total
     return {
         "cores": psutil.cpu_count(), "memory_bytes": memory, "system": f"{platform.system()} {platform.release()}",

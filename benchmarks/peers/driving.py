@@ -17,7 +17,6 @@ from peers.systems import System
 from peers.workloads import NUM_THREADS, forget
 
 HERE = Path(__file__).resolve().parent
-PEERS_PYTHON = install.PYTHON
 
 KEEP_FREED_MEMORY = {
     "MALLOC_TOP_PAD_": str(256 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
@@ -44,7 +43,7 @@ class Worker:
         self.system, self._timeout, self._directory = system, timeout_seconds, Path(job.directory)
         self._directory.mkdir(parents=True, exist_ok=True)
         forget(Path(job.folder))
-        python = str(PEERS_PYTHON) if system.peer else sys.executable
+        python = str(install.PYTHON) if system.peer else sys.executable
         settings = {
             **os.environ,
             "OMP_NUM_THREADS": str(NUM_THREADS), "MKL_NUM_THREADS": str(NUM_THREADS), "DS_ACCELERATOR": "cpu",

@@ -39,8 +39,10 @@ def ensure(*, nvme: bool) -> None:
         _build(builder)
 
 
-def version(package: str) -> str:
-    """Of a package in the peers' environment."""
+def version(package: str) -> str | None:
+    """Of a package in the peers' environment; None while that is not installed to its end."""
+    if not _STAMP.exists():
+        return None
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 

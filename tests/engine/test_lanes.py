@@ -112,6 +112,68 @@ def test_closing_does_what_is_queued_first():
     assert ran == list(range(50))
 
 
+@pytest.fixture
+def with_caller():
+    opened = Lanes(("mine", "b"), on_failure=lambda error: None, callers="mine")
+    yield opened
+    opened.close()
+
+
+def test_whoever_waits_does_the_callers_lane_in_its_order_on_its_own_thread(with_caller):
+    log = []
+
+    def run(number):
+        log.append((number, threading.current_thread()))
+
+    first = task("first", "mine", run=lambda: run(1))
+    other = task("other", "b", [first], run=lambda: run(2))
+    last = task("last", "mine", [other], run=lambda: run(3))
+    later = task("later", "mine", run=lambda: run(4))
+    with_caller.put([first, other, last, later])
+    with_caller.wait(last)
+    here = threading.current_thread()
+    assert [number for number, _ in log] == [1, 2, 3]
+    assert [thread is here for _, thread in log] == [True, False, True]
+    with_caller.wait(later)
+    assert log[-1] == (4, here)
+
+
+def test_a_failure_elsewhere_ends_the_callers_tasks_too(with_caller):
+    def fail():
+        raise ValueError("the drive")
+
+    ran = []
+    failing = task("failing", "b", run=fail)
+    mine = task("mine", "mine", [failing], run=lambda: ran.append(1))
+    never_reached = task("never", "mine", run=lambda: ran.append(2))
+    with_caller.put([failing, mine, never_reached])
+    for one in (mine, never_reached):
+        with pytest.raises(ValueError, match="the drive"):
+            with_caller.wait(one)
+    assert not ran
+
+
+def test_ctrl_c_while_the_caller_waits_leaves_nobody_waiting(with_caller):
+    gate = threading.Event()
+    slow = task("slow", "b", run=lambda: gate.wait() and None)
+
+    class Interrupts(threading.Event().__class__):
+        def wait(self, timeout=None):
+            raise KeyboardInterrupt
+
+    slow.done = Interrupts()
+    mine = task("mine", "mine", [slow])
+    next_one = task("next", "mine")
+    behind = task("behind", "b", [mine, next_one])
+    with_caller.put([slow, mine, next_one, behind])
+    with pytest.raises(KeyboardInterrupt):
+        with_caller.wait(mine)
+    gate.set()
+    for one in (mine, next_one, behind):
+        with pytest.raises(KeyboardInterrupt):
+            one.wait()
+
+
 def test_a_pool_hands_out_its_slabs_and_waits_for_one_to_come_back():
     with open_arena(1 << 20) as arena:
         pool = Pool(arena, 4096, 2)

@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -50,6 +52,57 @@ def zoo_folder(models):
         return folder if folder.exists() else zoo.tiny_model_folder(name, folder)
 
     return make
+
+
+# -- on the caller's thread ---------------------------------------------------------------------------
+
+
+def test_a_step_inside_no_grad_and_autocast_is_the_same_step(zoo_folder, tmp_path):
+    found, (one, two) = [], parity.batches(2, 2)
+    for name in ("plainly", "inside"):
+        with open_run(**options(zoo_folder("llama"), tmp_path / name)) as run:
+            if name == "inside":
+                with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                    run.step(one)
+                with torch.inference_mode():
+                    run.step(two)
+            else:
+                run.step(one)
+                run.step(two)
+            found.append(everything(run))
+    assert_same(*found)
+
+
+HELPERS = """
+import os, threading, time, torch
+from lohan.engine.run import open_run
+from lohan.testing import zoo
+
+def native_threads():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+torch.set_num_threads(2)
+torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+folder = zoo.tiny_model_folder("llama", {folder!r}, hidden_size=256)
+data = zoo.random_batches(64, num_micro_batches=3, batch=2, seq=200, seed=1)
+before = native_threads()
+with open_run(model=folder, ssd=[{folder!r} + "/run"], host_memory="400MB", device="cpu", learning_rate=1e-3) as run:
+    for _ in range(2):
+        run.step(data)
+    run.drain()  # an update's own threads live as long as its call, a micro-batch's helpers a moment longer
+    for _ in range(100):
+        during = native_threads()
+        if during == before:
+            break
+        time.sleep(0.05)
+assert during == before, (before, during)
+"""
+
+
+def test_a_run_on_the_cpu_brings_no_helpers_of_its_own(tmp_path):
+    code = HELPERS.format(folder=str(tmp_path / "model"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # -- stopping and going on ----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What the device computes: a unit's forward for all micro-batches, and its backward.
 
-Runs on the engine's one compute thread. Weights are given as the unit's wire bytes in device memory; they are
-cast to the compute dtype (or used as they are) and installed in the model for as long as the unit runs.
+Runs on the thread that asked the engine for a step. Weights are given as the unit's wire bytes in device memory; they
+are cast to the compute dtype (or used as they are) and installed in the model for as long as the unit runs.
 Gradients are summed over micro-batches in the compute dtype and leave cast to the wire dtype.
 """
 
@@ -23,7 +23,7 @@ from lohan.engine.head_loss import HeadLoss
 from lohan.engine.layout import UnitLayout
 from lohan.engine.replay import Replayer
 from lohan.engine.trees import tensors_in
-from lohan.engine.vertical import BlockCall, Finished, PausedForward, Stops, Threads, check_order
+from lohan.engine.vertical import BlockCall, Finished, PausedForward, Stops, check_order
 from lohan.errors import ModelError, NonFinite
 from lohan.models.installer import Installer
 from lohan.models.units import Units
@@ -78,7 +78,6 @@ class Compute:
         assert isinstance(blocks, nn.ModuleList)
         self._blocks = list(blocks)
         self._stops = Stops(blocks)
-        self._threads = Threads()
         self._escapes: dict[int, list[Escape]] = {}
         self._replayer = Replayer(device.random_state, device.set_random_state, poison=device.poisons)
         self._keep = keep
@@ -132,7 +131,7 @@ class Compute:
             call = self._forward_call(batch)
             # Set before the context is copied into the micro-batch's own thread.
             with torch.set_grad_enabled(training):
-                self._paused.append(PausedForward(call, self._threads, self._enter))
+                self._paused.append(PausedForward(call, self._enter))
 
     def _forward_call(self, batch: MicroBatch) -> Any:
         inputs = {
@@ -159,7 +158,6 @@ class Compute:
 
     def close(self) -> None:
         self.abort()
-        self._threads.close()
         self._stops.close()
         self._installer.uninstall_all()
         if self._cast_memory is not None:
@@ -254,7 +252,7 @@ class Compute:
 
     def _resume(self, paused: PausedForward, result: Any, expected: int) -> BlockCall | Finished:
         try:
-            return paused.advance(result)
+            return paused.advance(result, to_the_end=expected == len(self.units.blocks))
         except RuntimeError as error:
             # A forward that passes over its blocks meets the weights behind them, which are not here yet.
             if expected < len(self.units.blocks) and "meta" in str(error):

@@ -1,4 +1,4 @@
-"""The engine: walks a Schedule over the lanes.
+"""The engine: walks a Schedule over the lanes, of which the caller's thread is one: the one that computes.
 
 Every kind of operation has one method here that does it and nothing more. What happens when, and what waits for
 what, stands in the Schedule; how much memory each purpose has, in the Plan. The engine never weighs two options.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lohan.engine.compute import Compute, MicroBatch
+from lohan.engine.cores import copy_bytes
 from lohan.engine.devices.base import Device
 from lohan.engine.lanes import Lanes, Task
 from lohan.engine.layout import UnitLayout
@@ -106,7 +107,12 @@ class Engine:
         self.scheduler = Scheduler(model, plan)
         self._make_pools(arena)
         self._load_residents(arena)
-        self.lanes = Lanes(LANES, on_failure=self._fail_pools)
+        # Whether there is a native kernel is found out with torch's operators, here and not on the lane that updates.
+        updater.path  # noqa: B018
+        GradNorm.tensor_norm(torch.zeros(1 << 16, dtype=updater.wire_dtype))
+        # Computing is done by the thread that asks for a step, whose helpers for large operators it then shares with
+        # whatever else that thread computes: see cores.py.
+        self.lanes = Lanes(LANES, on_failure=self._fail_pools, callers="gpu")
 
     def _make_pools(self, arena: Arena) -> None:
         plan, units = self.plan, range(len(self.layouts))
@@ -193,12 +199,13 @@ class Engine:
         """Until an operation is done; raises what failed."""
         task = self._tasks.get(key)
         if task is not None:
-            task.wait()
+            with as_in_a_new_thread():
+                self.lanes.wait(task)
 
     def wait_all(self) -> None:
         """Until everything put so far is done."""
         for task in list(self._tasks.values()):
-            task.wait()
+            self.lanes.wait(task)
 
     def prune(self, before_step: int) -> None:
         """Forget finished operations of old steps."""
@@ -427,8 +434,8 @@ class Engine:
         """What is on SSD is safe in its old version; what is resident needs a copy to go back to."""
         if key.unit not in self.plan.resident_weights:
             return
-        old_state = states.tensor.clone() if (key.unit, key.piece) in self._resident_state else torch.empty(0)
-        self._undo[key.unit, key.piece] = (weights.tensor[offset : offset + size].clone(), old_state)
+        old_state = _copied(states.tensor) if (key.unit, key.piece) in self._resident_state else torch.empty(0)
+        self._undo[key.unit, key.piece] = (_copied(weights.tensor[offset : offset + size]), old_state)
 
     def _write(self, op: Op) -> Handle:
         key, layout = op.key, self.layouts[op.key.unit]
@@ -466,18 +473,36 @@ class Engine:
         for (unit, index), (old_weights, old_state) in self._undo.items():
             piece = self.layouts[unit].pieces.pieces[index]
             weights = self._resident_weights[unit].tensor
-            weights[piece.weights_offset : piece.weights_offset + piece.weights_bytes].copy_(old_weights)
+            copy_bytes(old_weights, weights[piece.weights_offset : piece.weights_offset + piece.weights_bytes])
             if old_state.numel():
-                self._resident_state[unit, index].tensor.copy_(old_state)
+                copy_bytes(old_state, self._resident_state[unit, index].tensor)
         self._undo.clear()
 
     def _commit(self, op: Op) -> Handle:
         return self.store.commit(op.key.step, self._steps[op.key.step].metadata)
 
 
+@contextmanager
+def as_in_a_new_thread() -> Iterator[None]:
+    """With torch's defaults, whatever the caller has switched: a step is the same step inside no_grad or autocast."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class _DeviceBuffer:
     tensor: Tensor
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copied = torch.empty_like(tensor)
+    copy_bytes(tensor, copied)
+    return copied
 
 
 def _target(buffer: HostBuffer | _DeviceBuffer | None) -> Tensor:

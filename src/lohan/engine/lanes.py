@@ -1,5 +1,7 @@
 """Lanes: one thread each, doing their tasks in the order they were given, each when its waits are over.
 
+One lane may be the caller's: its tasks are done by whoever waits for something, on that thread, by wait().
+
 A task belongs to a lane and names the tasks it waits for. Nothing else orders anything: two tasks of different
 lanes without a wait between them run at the same time. A task is done when its work is really finished; one
 that returns a handle is done when the handle is, and the lane goes on meanwhile, so a lane that only issues
@@ -52,8 +54,13 @@ class Task:
                 return
         callback()
 
+    def wait_for_others(self) -> None:
+        """Until all it waits for is done, well or not."""
+        for other in self.waits:
+            other.done.wait()
+
     def wait(self) -> None:
-        """Until done; raises what failed."""
+        """Until done; raises what failed. Where there is a caller's lane, Lanes.wait() is the one to use."""
         self.done.wait()
         if self.error is not None:
             raise self.error
@@ -62,11 +69,13 @@ class Task:
 class Lanes:
     """The threads of an engine."""
 
-    def __init__(self, names: Sequence[str], *, on_failure: Callable[[BaseException], None]):
+    def __init__(self, names: Sequence[str], *, on_failure: Callable[[BaseException], None], callers: str = ""):
         self.failure: BaseException | None = None
         self._on_failure = on_failure
         self._guard = threading.Lock()
-        self._lanes = {name: _Lane(self, name) for name in names}
+        self._lanes = {name: _Lane(self, name) for name in names if name != callers}
+        self._callers = callers
+        self._for_caller: deque[Task] = deque()
         self.spans: deque[Span] = deque(maxlen=200_000)
         for lane in self._lanes.values():
             lane.start()
@@ -74,10 +83,30 @@ class Lanes:
     def put(self, tasks: Iterable[Task]) -> None:
         """Add tasks; a lane does its own in this order."""
         for task in tasks:
-            if task.lane:
-                self._lanes[task.lane].put(task)
-            else:
+            if not task.lane:
                 self._when_ready(task)
+            elif task.lane == self._callers:
+                self._for_caller.append(task)
+            else:
+                self._lanes[task.lane].put(task)
+
+    def wait(self, until: Task) -> None:
+        """Until a task is done, doing the caller's lane meanwhile, in its order; raises what failed."""
+        while not until.done.is_set() and (task := self._next_for_caller()) is not None:
+            started = time.perf_counter()
+            try:
+                task.wait_for_others()
+            except BaseException as error:  # Ctrl-C: nobody may go on waiting for this task
+                self.finished(task, started, error)
+                raise
+            self.run(task)
+        until.wait()
+
+    def _next_for_caller(self) -> Task | None:
+        try:
+            return self._for_caller.popleft()
+        except IndexError:
+            return None
 
     def _when_ready(self, task: Task) -> None:
         """A task without a lane runs by itself, on whatever thread ends its last wait."""
@@ -121,6 +150,9 @@ class Lanes:
         self._on_failure(error)
         for lane in self._lanes.values():
             lane.wake()
+        while (task := self._next_for_caller()) is not None:  # whoever was to do them may never come back
+            task.error = error
+            task.set_done()
 
     def finished(self, task: Task, started: float, error: BaseException | None) -> None:
         if task.lane:
@@ -170,6 +202,5 @@ class _Lane(threading.Thread):
             self._do(task)
 
     def _do(self, task: Task) -> None:
-        for other in task.waits:
-            other.done.wait()
+        task.wait_for_others()
         self._owner.run(task)

@@ -3,7 +3,8 @@
 The unmodified `model.forward` does not know that it is interrupted. Each block's `forward` is replaced, on the
 instance, by a stop: it hands the call to the engine and waits for the result. So the engine can run block i for
 every micro-batch before block i + 1 is reached by any. Only one of these threads ever runs at a time, and only
-while the engine's own compute thread stands still in advance(): they hold the glue between blocks, no more.
+while the thread that computes stands still in advance(): they hold the glue between blocks, no more, and keep to one
+core for it. The last stretch, behind the last block, has the head in it and takes all cores; the thread ends with it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lohan.engine.cores import use_cores
 from lohan.errors import ModelError
 
 _current: contextvars.ContextVar[PausedForward | None] = contextvars.ContextVar("lohan_paused_forward", default=None)
@@ -45,58 +47,17 @@ class _Cancelled(BaseException):
     """Unwinds a paused forward that nobody will finish."""
 
 
-class Threads:
-    """Idle threads, kept for the next micro-batch."""
-
-    def __init__(self) -> None:
-        self._idle: list[_Worker] = []
-
-    def start(self, body: Callable[[], None]) -> _Worker:
-        worker = self._idle.pop() if self._idle else _Worker()
-        worker.give(body)
-        return worker
-
-    def give_back(self, worker: _Worker) -> None:
-        self._idle.append(worker)
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
-
-
-class _Worker(threading.Thread):
-    def __init__(self) -> None:
-        super().__init__(name="lohan-micro-batch", daemon=True)
-        self._work = threading.Semaphore(0)
-        self._body: Callable[[], None] | None = None
-        self.start()
-
-    def give(self, body: Callable[[], None]) -> None:
-        self._body = body
-        self._work.release()
-
-    def run(self) -> None:
-        while True:
-            self._work.acquire()
-            body, self._body = self._body, None
-            if body is None:
-                return
-            body()
-
-    def close(self) -> None:
-        self._work.release()
-        self.join()
-
-
 class PausedForward:
     """One micro-batch's forward. advance() runs it to its next block, or to its end."""
 
-    def __init__(self, call: Callable[[], Any], threads: Threads, enter: Callable[[ExitStack], None]):
+    def __init__(self, call: Callable[[], Any], enter: Callable[[ExitStack], None]):
         """`enter` puts the thread into the device's state (stream, memory accounting) for as long as it lives."""
-        self._call, self._threads, self._enter = call, threads, enter
+        self._call, self._enter = call, enter
         self._go = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
-        self._worker: _Worker | None = None
+        self._thread: threading.Thread | None = None
+        self._num_cores = torch.get_num_threads()
+        self._to_the_end = False
         self._reached: BlockCall | Finished | None = None
         self._error: BaseException | None = None
         self._result: Any = None
@@ -106,11 +67,12 @@ class PausedForward:
         self._grad = torch.is_grad_enabled()
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
-    def advance(self, result: Any = None) -> BlockCall | Finished:
+    def advance(self, result: Any = None, *, to_the_end: bool = False) -> BlockCall | Finished:
         """Give the last block's result and run on. Raises what the model's code raised."""
-        self._result = result
-        if self._worker is None:
-            self._worker = self._threads.start(self._run)
+        self._result, self._to_the_end = result, to_the_end
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lohan-micro-batch", daemon=True)
+            self._thread.start()
         self._go.release()
         self._stopped.acquire()
         if self._error is not None:
@@ -121,10 +83,10 @@ class PausedForward:
 
     def cancel(self) -> None:
         """Unwind the model's code where it stands."""
-        if self._worker is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._cancelled = True
             self._go.release()
-            self._stopped.acquire()
+            self._thread.join()
 
     def stop_at(self, call: BlockCall) -> Any:
         """On the micro-batch's thread: wait here until the engine has run this block."""
@@ -133,18 +95,18 @@ class PausedForward:
         self._go.acquire()
         if self._cancelled:
             raise _Cancelled
+        if self._to_the_end:
+            use_cores(self._num_cores)
         result, self._result = self._result, None
         return result
 
     def _run(self) -> None:
         self._context.run(self._body)
-        worker, self._worker = self._worker, None
-        assert worker is not None
-        self._threads.give_back(worker)
         self._stopped.release()
 
     def _body(self) -> None:
         self._go.acquire()
+        use_cores(1)
         _current.set(self)
         try:
             with ExitStack() as stack:

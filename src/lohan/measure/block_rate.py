@@ -94,14 +94,18 @@ class BlockRate:
     """Bytes per second that drives read and write one record at a time while the cores compute; None as above."""
 
 
-def choose_shape(device: Device, dtype: torch.dtype, tokens: int | None = None) -> BlockShape:
+def choose_shape(
+    device: Device, dtype: torch.dtype, tokens: int | None = None, hidden_size: int | None = None
+) -> BlockShape:
     """The largest block that is quick to measure here: by its arithmetic on a CPU, by its memory on a GPU."""
     limit = device.memory_budget
     on_gpu = device.torch_device.type == "cuda"
     if limit is None and on_gpu:
         limit = torch.cuda.mem_get_info(device.torch_device)[0]
     smaller = (256, 128)
-    sizes = (4096, 2048, 1024, 512, *smaller) if on_gpu else (1024, 512, *smaller)
+    sizes: tuple[int, ...] = (4096, 2048, 1024, 512, *smaller) if on_gpu else (1024, 512, *smaller)
+    if hidden_size is not None:
+        sizes = (hidden_size,)
     numbers = (4096, 2048, 1024, 512, *smaller) if on_gpu else (512, *smaller)
     shapes = [
         BlockShape(hidden_size=hidden, tokens=number)

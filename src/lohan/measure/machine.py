@@ -22,7 +22,7 @@ from lohan.engine.devices import Device, VirtualDevice, VirtualOptions, open_dev
 from lohan.engine.memory import bound_allocator
 from lohan.engine.settings import Settings
 from lohan.errors import ConfigError
-from lohan.measure.block_rate import BlockRate, choose_shape, measure_block
+from lohan.measure.block_rate import BlockRate, BlockShape, choose_shape, measure_block
 from lohan.measure.lane_overhead import measure_op_seconds
 from lohan.measure.link_rate import COPY_BYTES, LinkRates, measure_links
 from lohan.measure.store_rate import (
@@ -61,6 +61,8 @@ class Sizes:
     """Of the temporary store on each drive."""
 
     piece_elements: int = PIECE_ELEMENTS
+    """Parameters updated at a time. A model of smaller tensors has smaller pieces."""
+
     sustained_bytes: int | None = None
     """The most that a long write writes; None: half of what is free."""
 
@@ -71,6 +73,7 @@ def profile_machine(
     device: str = "auto",
     dtype: str | torch.dtype | None = None,
     tokens: int | None = None,
+    hidden_size: int | None = None,
     seconds: float = 20.0,
     sustained: bool = False,
     progress: Progress | None = None,
@@ -80,7 +83,8 @@ def profile_machine(
 ) -> MachineProfile:
     """Measure for about `seconds`: the device, the cores, and the drive of each directory.
 
-    `dtype` is what blocks compute in (the device's default if left out) and `tokens` the size of a micro-batch. With
+    `dtype` is what blocks compute in (the device's default if left out), `tokens` the size of a micro-batch and
+    `hidden_size` that of the block: a small model's is slower than the one that is measured otherwise. With
     `sustained` each drive is then written to until its fast cache is full, which can take minutes and wears it by what
     is written. Files are written to folders of their own inside the directories and removed again.
     """
@@ -97,7 +101,8 @@ def profile_machine(
         opened = owned.enter_context(open_device(device, memory_bytes=gpu_memory, options=virtual))
         gpu_bytes = _device_memory(opened, host_bytes)
         traffic = _traffic(paths, sizes, steps, owned)
-        block = _block(opened, settings, tokens, steps, notes, traffic)
+        shape = choose_shape(opened, settings.compute(opened.name), tokens, hidden_size)
+        block = _block(opened, settings, shape, steps, notes, traffic)
         links = _links(opened, steps)
         updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
         update = measure_update(
@@ -243,13 +248,12 @@ def _traffic(paths: Sequence[Path], sizes: Sizes, steps: _Steps, owned: ExitStac
 def _block(
     device: Device,
     settings: Settings,
-    tokens: int | None,
+    shape: BlockShape,
     steps: _Steps,
     notes: list[str],
     traffic: Traffic | None,
 ) -> BlockRate:
     dtype = settings.compute(device.name)
-    shape = choose_shape(device, dtype, tokens)
     seconds = steps.begin("block", 5)
     given = device.options.flops_per_second if isinstance(device, VirtualDevice) else None
     if given is not None:

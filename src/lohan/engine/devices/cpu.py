@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from lohan.engine.cores import copy_bytes
 from lohan.engine.devices.base import NOTHING, Device, check_copy
 
 
@@ -45,4 +46,4 @@ class CpuDevice(Device):
 def _copy(source: Tensor, target: Tensor) -> None:
     check_copy(source, target)
     if source.data_ptr() != target.data_ptr():
-        target.copy_(source)
+        copy_bytes(source, target)

@@ -143,6 +143,11 @@ class CudaDevice(Device):
     def unpin(self, memory: memoryview) -> None:
         self._unregister(_address(memory))
 
+    def seed(self, value: int) -> None:
+        super().seed(value)
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.manual_seed(value)
+
     def random_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.torch_device)
 

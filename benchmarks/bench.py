@@ -101,12 +101,26 @@ class Bench:
         if not self._keep_models:
             shutil.rmtree(self._models / f"model-{shape}", ignore_errors=True)
 
+    def machine(self) -> Path:
+        """This machine as `lohan profile` finds it, which our plans are made with; measured when first needed."""
+        path = self._directory / "machine.yaml"
+        if not path.exists():
+            print("lohan profile (20 s)", flush=True)
+            command = ["profile", "--ssd", str(self._directory), "--device", "cpu", "--out", str(path)]
+            subprocess.run(
+                [sys.executable, "-m", "lohan", *command], check=True, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        return path
+
     def start(self, system: System, shape: str, tokens: int) -> Worker:
         self._started += 1
+        options = system.options_for(shape)
+        if system.worker == "lohan_worker" and system.name != "drive":
+            options["machine"] = str(self.machine())
         job = Job(
             folder=str(self.model(shape)), directory=str(self._directory / f"{self._started}-{system.name}"),
-            shape=shape, tokens=tokens, micro_batch_tokens=system.micro_batch_tokens(tokens),
-            options=system.options_for(shape),
+            shape=shape, tokens=tokens, micro_batch_tokens=system.micro_batch_tokens(tokens), options=options,
         )  # fmt: skip
         return Worker(system, job, keep_freed_memory=self._keep_freed_memory)
 

@@ -67,3 +67,8 @@ def test_a_report_is_made_without_torch():
 
 def test_a_trace_can_be_made_without_torch():
     assert "torch" not in loaded_after("import lohan.engine.trace")
+
+
+def test_the_command_runs_as_a_module_too():
+    said = subprocess.run([sys.executable, "-m", "lohan", "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("lohan ")

@@ -1,6 +1,7 @@
 """lohan and its strategies, and what a step takes of each resource alone.
 
-options: strategy (lohan, lohan-paper, separate-stage, and `cores` and `drive` for the limit), wire_dtype, host_memory.
+options: strategy (lohan, lohan-paper, separate-stage, and `cores` and `drive` for the limit), wire_dtype, host_memory,
+machine (a file of `lohan profile`: without it nothing is kept for backward but block inputs).
 
 `lohan-paper` is LoHan as published: the step's tokens as one micro-batch, one piece of state in host memory at a time,
 so that reading, updating and writing it follow each other, and a barrier after every step. `cores` keeps everything in
@@ -19,6 +20,7 @@ from alone import checksum_rate, drive_alone, sequential_rates, step_records
 from lohan.engine.create import build_model
 from lohan.engine.run import Run, open_run
 from lohan.engine.settings import Settings
+from lohan.hardware import load_machine
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import ModelSize, Plan
 from lohan.testing.parity import changed_plan
@@ -114,11 +116,12 @@ def load(job: Job) -> Iterator[System]:
         return
     cores, paper = strategy == "cores", strategy == "lohan-paper"
     options = {"wire_dtype": job.options["wire_dtype"]} if "wire_dtype" in job.options else {}
+    machine = load_machine(job.options["machine"]) if "machine" in job.options else None
     with changed_plan(as_published if paper else None):
         with open_run(
             model=job.folder, ssd=[Path(job.directory) / "run"], host_memory=job.options["host_memory"], device="cpu",
             strategy="lohan" if cores else strategy, keep_nothing_in_memory=not cores, learning_rate=LEARNING_RATE,
-            max_grad_norm=None, commit_every=job.options.get("commit_every", 1000), **options,
+            max_grad_norm=None, commit_every=job.options.get("commit_every", 1000), machine=machine, **options,
         ) as run:  # fmt: skip
             yield (Cores if cores else Lohan)(run, barrier=cores or paper)
 

@@ -137,3 +137,17 @@ def test_with_a_measured_machine_the_planner_makes_the_plan(folder, folder_in_me
         assert run.plan == results[0].plan
         assert run.planning.predict(run.planned) == pytest.approx(results[0].seconds_per_step, rel=0.02)
         assert results[0].plan.kept != ()
+
+
+def test_with_a_measured_machine_nothing_stays_if_so_wished_and_activations_are_still_kept(folder, folder_in_memory):
+    plans = []
+    difference = parity.compare(
+        folder, parity.batches(3, 2), directory=folder_in_memory,
+        run={"machine": replace(MACHINE, separate_memory=False), "device": "cpu", "keep_nothing_in_memory": True},
+        watch=lambda run: plans.append(run.plan),
+    )  # fmt: skip
+    assert difference is None
+    plan = plans[-1]
+    assert not plan.resident_state
+    assert not plan.resident_weights
+    assert plan.kept != ()

@@ -51,6 +51,17 @@ def test_a_model_that_fits_in_ram_never_reads_the_ssd():
     assert result.bytes_per_step["ssd_read"] == result.bytes_per_step["swap_in"] == 0
 
 
+def test_nothing_stays_in_memory_if_so_wished():
+    profile = small_profile()
+    machine = replace(MACHINE, host_memory_bytes=10**9)
+    result = make_plan(profile, machine, budgets(machine), tokens_per_step=512, keep_nothing=True)
+    assert not result.plan.resident_state
+    assert not result.plan.resident_weights
+    free = make_plan(profile, machine, budgets(machine), tokens_per_step=512)
+    assert result.bytes_per_step["ssd_read"] > free.bytes_per_step["ssd_read"] == 0
+    assert result.seconds_per_step >= free.seconds_per_step
+
+
 def test_without_a_drive_everything_stays_or_nothing_is_planned():
     profile = small_profile()
     machine = replace(MACHINE, drives=(), host_memory_bytes=10**9)

@@ -116,7 +116,7 @@ class Planning:
             return base
         if self._wishes.strategy in PUBLISHED:
             return self._as_published(base, rehearsal, wishes, rows, tokens, limit) or base
-        if self._wishes.strategy == "lohan" and not (self._wishes.left_units or self._wishes.keep_nothing):
+        if self._wishes.strategy == "lohan" and not self._wishes.left_units:
             return self._planned(base, rehearsal, wishes, rows, tokens) or base
         return base
 
@@ -153,6 +153,7 @@ class Planning:
                 wire_bytes=self._settings.wire.itemsize, sizes=lambda profile, count: base.size,
                 head_chunks=base.plan.head_chunks, device_bytes=device_bytes,
                 spills=wanted.clip != "none",  # as the store is made
+                keep_nothing=wanted.keep_nothing,
             )  # fmt: skip
         except (PlanInfeasible, Unrehearsable):
             return None

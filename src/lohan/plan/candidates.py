@@ -28,6 +28,7 @@ LEFT_EIGHTHS = (0, 1, 2, 3, 4)
 """Of the blocks' updates, what may be left for the next forward. More than half only moves the wait."""
 
 ORDERS = (Order(), Order(weights_first=False))
+_NOTHING = Order(nothing=True)
 
 HOST_SHARES = (1.0, 0.5, 0.0)
 """Of the RAM beside the slabs, what activations may take."""
@@ -65,6 +66,9 @@ class Case:
 
     device_bytes: DeviceBytes | None = None
     """Who knows better than plan.memory what a plan takes on the device."""
+
+    keep_nothing: bool = False
+    """No unit stays in memory, however much is free."""
 
 
 class _Amount(NamedTuple):
@@ -127,6 +131,8 @@ class Finder:
             return []
         drives = bool(self.case.machine.drives)
         orders = (*ORDERS, *(replace(order, few_slabs=True) for order in ORDERS)) if thorough else ORDERS
+        if self.case.keep_nothing:
+            orders = (_NOTHING,)
         sketches = [
             sketch
             for left in self._lefts(thorough)
@@ -151,10 +157,11 @@ class Finder:
                     of_left[left] += 1
                     found.setdefault(made, self._candidate(made, sketch))
         if not found:  # nothing but the least may fit
+            order = _NOTHING if self.case.keep_nothing else Order()
             sketch = _Sketch(
-                0.0, self._least, 1.0, Order(), True, 0, self._amount(Activations(inputs=self._least.inputs))
+                0.0, self._least, 1.0, order, True, 0, self._amount(Activations(inputs=self._least.inputs))
             )
-            made = self._finish(self._least, sketch.amount.activations, Order())
+            made = self._finish(self._least, sketch.amount.activations, order)
             if isinstance(made, Short):
                 self.short = made
             else:

@@ -66,18 +66,21 @@ def make_plan(
     head_chunks: int | None = None,
     spills: bool = True,
     device_bytes: DeviceBytes | None = None,
+    keep_nothing: bool = False,
 ) -> PlanResult:
     """The plan with the least seconds per token, or PlanInfeasible with what would fit.
 
     `profile` is of one sequence (or of any micro-batch whose multiples are wanted); its sequence length is taken.
     Without `tokens_per_step` it is chosen. `clip` is none, auto, deferred or speculative. `sizes`, `device_bytes` and
-    `budgets.host` are for those who know the model's pieces and memory better than its profile does: the engine.
+    `budgets.host` are for those who know the model's pieces and memory better than its profile does: the engine. With
+    `keep_nothing` no unit stays in memory, however much is free.
     """
     request = Request(
         profile=profile, machine=machine, budgets=budgets or budgets_of(machine), tokens_per_step=tokens_per_step,
         micro_batch_size=micro_batch_size, max_tokens_per_step=max_tokens_per_step, clip=clip, versions=versions,
         commit_every=commit_every, state_bytes_per_parameter=state_bytes_per_parameter, wire_bytes=wire_bytes,
         sizes=sizes, head_chunks=head_chunks, spills=spills, device_bytes=device_bytes,
+        keep_nothing=keep_nothing,
     )  # fmt: skip
     return plan_for(request)
 
@@ -242,7 +245,7 @@ class _Search:
                 profile=profile, model=model, machine=request.machine, budgets=request.budgets, micro_batches=count,
                 clip=mode, versions=request.versions, commit_every=request.commit_every,
                 wire_bytes=request.wire_bytes, head_chunks=request.head_chunks, spills=request.spills,
-                device_bytes=request.device_bytes,
+                device_bytes=request.device_bytes, keep_nothing=request.keep_nothing,
             )
             for mode in modes
         ]  # fmt: skip

@@ -78,3 +78,4 @@ class Request:
     head_chunks: int | None
     spills: bool
     device_bytes: Callable[[Plan], int] | None
+    keep_nothing: bool = False

@@ -24,6 +24,9 @@ class Order:
     few_slabs: bool = False
     """No more slabs for state than needed, so that more stays."""
 
+    nothing: bool = False
+    """Nothing stays, however much is free: for measurements."""
+
 
 @dataclass(frozen=True, slots=True)
 class Short:
@@ -100,7 +103,7 @@ class Staging:
         """The plan with slabs and units that stay, within `free` bytes of RAM."""
         plan = self.least(plan)
         everything = self.resident(plan)
-        if self.total(everything) <= free:
+        if self.total(everything) <= free and not order.nothing:
             return everything
         if self.total(plan) > free:
             return Short("host_memory", self.total(plan), free, "what moves between SSD and device, and activations")
@@ -117,7 +120,7 @@ class Staging:
             candidate = replace(plan, **better)  # type: ignore[arg-type]
             if self.total(candidate) <= free and not (order.few_slabs and "state_slabs" in better):
                 plan = candidate
-        return self._stay(plan, free, order.weights_first)
+        return plan if order.nothing else self._stay(plan, free, order.weights_first)
 
     def _in_ram(self, plan: Plan) -> Plan:
         """With held gradients in RAM, if any are held."""

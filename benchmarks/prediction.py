@@ -126,7 +126,9 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
     with open_traffic([directory], seconds=seconds / 2) as traffic:
         block = _block(setting, 2.5 * seconds, traffic)
         elements = min(PIECE_ELEMENTS, setting.shape.hidden_size**2)  # a projection's, up to a whole piece
-        update = measure_update(updater, seconds=2 * seconds, piece_elements=elements, traffic=traffic)
+        update = measure_update(
+            updater, seconds=2 * seconds, piece_elements=elements, traffic=traffic, computing=setting.flops is None
+        )
     virtual = setting.flops is not None
     link = LINK_BYTES_PER_SECOND if virtual else NEVER_THE_LIMIT
     return MachineProfile(
@@ -152,8 +154,9 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
         drives_beside_compute=None if block.shares is None else block.shares.drives,
         update_beside_drives=None if update.shares is None else update.shares.work,
         drives_beside_update=None if update.shares is None else update.shares.drives,
-        single_read_bytes_per_second=(block.singles or (store.single_read,))[0],
-        single_write_bytes_per_second=(block.singles or (store.single_write,))[-1],
+        single_read_bytes_per_second=(block.singles or store.singles)[0],
+        single_write_bytes_per_second=(block.singles or store.singles)[1],
+        single_mixed_bytes_per_second=(block.singles or store.singles)[2],
         commit_seconds=store.commit_seconds,
         op_seconds=measure_op_seconds(0.2),
     )  # fmt: skip

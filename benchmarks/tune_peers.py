@@ -37,6 +37,7 @@ SWEEP: dict[str, dict[str, Any]] = {
     "aio block 256 KiB": {"block_size": 256 << 10},
     "aio block 8 MiB": {"block_size": 8 << 20},
     "aio depth 32": {"queue_depth": 32},
+    "aio block 8 MiB, depth 32": {"block_size": 8 << 20, "queue_depth": 32},
     "aio 2 threads": {"threads": 2},
     "aio 4 threads": {"threads": 4},
     "base once more": {},
@@ -46,10 +47,10 @@ SWEEP: dict[str, dict[str, Any]] = {
     "prefetch 200M": {"prefetch_bucket_size": 200_000_000},
     "pinned": {"pin_memory": True},
     "parameters of up to 2M persistent": {"persistence_threshold": 2_000_000},
-    "gradient buckets of 20M": {"reduce_bucket_size": 20_000_000},
+    "gradient buckets of 5M": {"reduce_bucket_size": 5_000_000},
+    "gradient buckets of 500M, the default": {"reduce_bucket_size": 500_000_000},
     "gradients not copied together": {"contiguous_gradients": False},
     "gradients all-reduced in place": {"reduce_scatter": False},
-    "all-reduced in buckets of 20M": {"reduce_scatter": False, "reduce_bucket_size": 20_000_000},
 }
 
 

@@ -37,7 +37,7 @@ TUNED: dict[str, Any] = {
     "persistence_threshold": 100_000,
     "max_live": 1_000_000_000,
     "max_reuse": 0,
-    "reduce_bucket_size": 500_000_000,
+    "reduce_bucket_size": 20_000_000,
     "contiguous_gradients": True,
     "reduce_scatter": True,
 }

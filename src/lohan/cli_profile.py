@@ -136,7 +136,10 @@ def machine_rows(machine: MachineProfile) -> list[tuple[str, str]]:
             rows.append((f"{work} beside traffic", f"keeps {own:.0%} of its rate, the drives {drives:.0%} of theirs"))
     if machine.single_read_bytes_per_second is not None and machine.single_write_bytes_per_second is not None:
         one = (machine.single_read_bytes_per_second, machine.single_write_bytes_per_second)
-        rows.append(("one record at a time", "reads {}, writes {}".format(*map(_per_second, one))))
+        said = "reads {}, writes {}".format(*map(_per_second, one))
+        if machine.single_mixed_bytes_per_second is not None:
+            said += f", both at once {_per_second(machine.single_mixed_bytes_per_second)}"
+        rows.append(("one record at a time", said))
     if machine.drives and machine.commit_seconds:
         rows.append(("a commit takes", f"{machine.commit_seconds * 1e3:.3g} ms"))
     return [

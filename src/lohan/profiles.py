@@ -86,6 +86,9 @@ class MachineProfile:
     """What the drives reach when there is only one record to read at a time; None: as much as with many."""
 
     single_write_bytes_per_second: float | None = None
+    single_mixed_bytes_per_second: float | None = None
+    """With one record to read and one to write at a time, both together; None: as much as with many."""
+
     commit_seconds: float = 0.0
     """What a commit takes when all its writes are done: making them durable, and the manifest."""
 

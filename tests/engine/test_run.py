@@ -1,5 +1,6 @@
 """A run from outside: stopped and gone on with, evaluated, refused, failed."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -393,3 +394,24 @@ def test_a_module_that_is_given_is_trained_from_its_own_weights(folder_in_memory
         for name, weight in run.read_weights():
             assert torch.equal(weight, expected[name])
     assert isinstance(model, nn.Module)
+
+
+def test_python_s_search_for_garbage_leaves_a_long_run_alone_and_nothing_is_left_behind(zoo_folder, folder_in_memory):
+    folder = zoo_folder("llama")
+    assert gc.get_freeze_count() == 0
+    data = parity.batches(4, 1)
+    with open_run(**options(folder, folder_in_memory / "run")) as run:
+        run.step(data[0])
+        assert gc.get_freeze_count() == 0  # most of what lasts is not made yet
+        for one in data[1:]:
+            run.step(one)
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # somebody else's wish stays theirs
+    try:
+        with open_run(**options(folder, folder_in_memory / "other")) as run:
+            for one in data:
+                run.step(one)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

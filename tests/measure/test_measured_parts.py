@@ -35,6 +35,14 @@ def test_work_is_repeated_until_the_time_is_used_up_and_the_first_run_is_not_cou
 
     assert durations(work, 3.0, clock=lambda: now) == [1.0, 1.0, 1.0]
     assert durations(work, 0.0, clock=lambda: now) == [1.0, 1.0]
+    prepared = []
+
+    def before():
+        prepared.append(now)
+        work()
+
+    assert durations(work, 5.0, before=before, every=2, clock=lambda: now) == [1.0, 1.0, 1.0]
+    assert len(prepared) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

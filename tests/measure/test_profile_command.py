@@ -41,6 +41,7 @@ def test_a_machine_without_a_gpu_is_measured(tmp_path: Path):
     assert machine.commit_seconds > 0
     assert machine.single_read_bytes_per_second is not None
     assert machine.single_write_bytes_per_second is not None
+    assert machine.single_mixed_bytes_per_second is not None
     assert machine.op_seconds > 0
     assert machine.host_memory_bytes > 0
     (drive,) = machine.drives
@@ -113,6 +114,7 @@ def together(rate: float) -> StoreRate:
         direct=True,
         single_read=rate,
         single_write=rate,
+        single_mixed=rate,
     )
 
 

@@ -276,6 +276,16 @@ def test_few_records_under_way_are_slower_than_many():
     assert simulate_steps(model, plan, single).seconds >= simulate_steps(model, plan, MACHINE).seconds
 
 
+def test_one_read_beside_one_write_has_a_rate_of_its_own():
+    together = replace(MACHINE, single_read_bytes_per_second=0.8e9, single_mixed_bytes_per_second=0.5e9)
+    ops = [
+        SimOp(Key(1, "r"), "ssd_read", num_bytes=10**9), SimOp(Key(1, "w"), "ssd_write", num_bytes=10**9 // 2)
+    ]  # fmt: skip
+    timeline = simulate([ops], together, model=model_size(), plan=Plan(separate_memory=True))
+    # A quarter of a GB/s each until half is written, then the rest is read as one record alone is.
+    assert timeline.end == pytest.approx([2.0 + 0.5 / 0.8, 2.0])
+
+
 def test_a_commit_takes_its_time_behind_the_writes():
     model, plan = model_size(), Plan(separate_memory=True, barrier=True)
     slow = replace(MACHINE, commit_seconds=0.5)

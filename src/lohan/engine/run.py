@@ -29,7 +29,7 @@ from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
 from lohan.engine.export import Progress, export_store
 from lohan.engine.layout import UnitLayout
-from lohan.engine.memory import OVERHEAD_BYTES, Relief, bound_allocator, resident_bytes
+from lohan.engine.memory import OVERHEAD_BYTES, Relief, bound_allocator, old_objects_out_of_sight, resident_bytes
 from lohan.engine.planning import Planned, Planning
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
@@ -52,6 +52,9 @@ from lohan.store import Arena, Files, Store
 # the traffic (a redo costs about one more update), not measured.
 _RECENT_STEPS = 20
 _MAX_CLIPPED_SHARE = 0.2
+
+_SETTLED_STEPS = 2
+"""After so many steps of an engine all that lasts has been made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class Run:
         self._lag: dict[str, int] = dict(saved["lag"])
         self._scale = _make_scale(settings, saved.get("loss_scale"))
         self._uncommitted = False
+        self._engine_steps = 0
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -165,6 +169,9 @@ class Run:
         self.step_number = number
         self._uncommitted = not commit
         engine.prune(number - 1)
+        self._engine_steps += 1
+        if self._engine_steps == _SETTLED_STEPS:
+            self._owned.enter_context(old_objects_out_of_sight())
         norm = None if state.overflow or state.total_norm is None else float(state.total_norm)
         tokens = sum(int(batch["input_ids"].numel()) for batch in micro_batches if "input_ids" in batch)
         ended = time.perf_counter()
@@ -284,6 +291,7 @@ class Run:
                 weight_decay=self.settings.decay, relief=self._relief(budget), scratch=scratch,
             )  # fmt: skip
             self._engine.lanes.spans = self._trace.spans
+            self._engine_steps = 0
         except BaseException:
             self._owned.close()
             raise

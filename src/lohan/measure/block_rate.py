@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from lohan.profiles import OperatorProfile
 _VOCABULARY = 256
 _BLOCKS = 1
 _MICRO_BATCHES = 3
+_TURNS = 2
+"""Of computing with nothing kept and with everything."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +93,9 @@ class BlockRate:
     shares: Shares | None = None
     """With traffic on the drives; None where that was not measured or computing is not done by the cores."""
 
-    singles: tuple[float, float] | None = None
-    """Bytes per second that drives read and write one record at a time while the cores compute; None as above."""
+    singles: tuple[float, float, float] | None = None
+    """Bytes per second that drives read, write, and do both together, one record at a time while the cores compute;
+    None as above."""
 
 
 def choose_shape(
@@ -140,18 +144,25 @@ def measure_block(
         owned.callback(bench.close)
         bench.round()  # also watches for what escapes from a block
         disturbed = traffic is not None and not device.separate_memory
-        alone = _rounds(bench, seconds * (0.4 if disturbed else 0.8), tell)
+        kept = {number: "device" for number, operator in enumerate(operators) if operator.needed}
+        alone: list[list[float]] = []
+        keeping: list[list[float]] = []
+        share = 0.15 if disturbed else 0.25
+        for turn in range(_TURNS):  # in turns, so that both meet the same moments
+            alone += _rounds(bench, seconds * share, partial(_tell_turn, tell, turn))
+            for block in keep[1:-1]:
+                block.update(kept)
+            keeping += _rounds(bench, seconds * share, lambda share: None)
+            for block in keep[1:-1]:
+                block.clear()
         shares, singles = None, None
         if traffic is not None and disturbed:
             with traffic.flowing() as flow:
-                beside = _rounds(bench, seconds * 0.25, lambda share: None)
+                beside = _rounds(bench, seconds * 0.2, lambda share: None)
             shares = traffic.shares(_mean_seconds(alone), _mean_seconds(beside), flow)
             with traffic.trickling() as trickle:
-                _rounds(bench, seconds * 0.15, lambda share: None)
-            singles = trickle.rate("read"), trickle.rate("write")
-        for block in keep[1:-1]:
-            block.update({number: "device" for number, operator in enumerate(operators) if operator.needed})
-        keeping = _rounds(bench, seconds * 0.2, lambda share: None)
+                _rounds(bench, seconds * 0.2, lambda share: None)
+            singles = trickle.rates
     forward, again = sum(operator.flops for operator in operators), recompute_flops(operators, ())
     arithmetic = statistics.median(middle for _, middle, _ in alone)
     saved = arithmetic - statistics.median(middle for _, middle, _ in keeping)
@@ -165,6 +176,10 @@ def measure_block(
         shares=shares,
         singles=singles,
     )
+
+
+def _tell_turn(tell: Callable[[float], None], turn: int, share: float) -> None:
+    tell((turn + share) / _TURNS)
 
 
 def _mean_seconds(rounds: list[list[float]]) -> float:

@@ -106,8 +106,9 @@ def profile_machine(
         links = _links(opened, steps)
         updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
         update = measure_update(
-            updater, seconds=steps.begin("update", 3), piece_elements=sizes.piece_elements, traffic=traffic
-        )
+            updater, seconds=steps.begin("update", 3), piece_elements=sizes.piece_elements, traffic=traffic,
+            computing=not opened.separate_memory,
+        )  # fmt: skip
     op_seconds = measure_op_seconds(steps.begin("lanes", 0.3))
     drives: list[DriveProfile] = []
     stores: list[StoreRate] = []
@@ -130,7 +131,7 @@ def profile_machine(
             long = measure_sustained(path, num_bytes=sizes.sustained_bytes, tell=steps.tell)
             drives[number] = after_long_write(drives[number], long, notes)
     steps.end()
-    singles = block.singles or ((stores[-1].single_read, stores[-1].single_write) if stores else None)
+    singles = block.singles or (stores[-1].singles if stores else None)
     cpu = sum(one.cpu_seconds_per_byte for one in stores) / len(stores) if stores else 0.0
     return MachineProfile(
         name=platform.node() or "this machine",
@@ -155,6 +156,7 @@ def profile_machine(
         drives_beside_update=None if update.shares is None else _figure(update.shares.drives),
         single_read_bytes_per_second=None if singles is None else _figure(singles[0]),
         single_write_bytes_per_second=None if singles is None else _figure(singles[1]),
+        single_mixed_bytes_per_second=None if singles is None else _figure(singles[2]),
         commit_seconds=_figure(max(one.commit_seconds for one in stores)) if stores else 0.0,
         op_seconds=_figure(op_seconds),
         notes="; ".join(notes),

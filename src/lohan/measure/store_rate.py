@@ -61,10 +61,18 @@ class StoreRate:
     """One record at a time."""
 
     single_write: float
+    single_mixed: float
+    """One read and one written at a time, both together."""
+
     commit_seconds: float
     """From the end of a step's writes to their commit."""
 
     direct: bool
+
+    @property
+    def singles(self) -> tuple[float, float, float]:
+        """One record at a time: read, written, both together."""
+        return self.single_read, self.single_write, self.single_mixed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +113,7 @@ def measure_store(
             cpu_seconds_per_byte=total_cpu / total_bytes,
             single_read=streams.single("read", seconds / (len(slices) + 1)),
             single_write=streams.single("write", seconds / (len(slices) + 1)),
+            single_mixed=streams.single_mixed(seconds / (len(slices) + 1)),
             commit_seconds=statistics.median(streams.commit() for _ in range(COMMITS)),
             direct=all(drive.direct for drive in streams.store.drives),
         )
@@ -214,6 +223,13 @@ class Streams:
     def single(self, kind: str, seconds: float) -> float:
         """Bytes per second with one record under way."""
         return RECORD_BYTES / statistics.median(durations(lambda: self.one(kind), seconds))
+
+    def single_mixed(self, seconds: float) -> float:
+        """Bytes per second with one record to read and one to write under way."""
+        with ThreadPoolExecutor(1) as thread:
+            writing = thread.submit(durations, lambda: self.one("write"), seconds)
+            reading = durations(lambda: self.one("read"), seconds)
+            return sum(RECORD_BYTES / statistics.median(found) for found in (reading, writing.result()))
 
     def one(self, kind: str) -> float:
         """Read or write one record; its seconds."""

@@ -7,14 +7,26 @@ from collections.abc import Callable
 
 
 def durations(
-    work: Callable[[], object], seconds: float, *, least: int = 2, clock: Callable[[], float] = time.perf_counter
+    work: Callable[[], object],
+    seconds: float,
+    *,
+    least: int = 2,
+    before: Callable[[], object] | None = None,
+    every: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds of each run of `work`: once unmeasured, then until `seconds` are used up, at least `least` times."""
+    """Seconds of each run of `work`: once unmeasured, then until `seconds` are used up, at least `least` times.
+
+    `before` runs ahead of every so many of them; its own time does not count as theirs.
+    """
     work()  # memory is faulted in, kernels are chosen
     found: list[float] = []
     started = now = clock()
     while len(found) < least or now - started < seconds:
+        if before is not None and len(found) % every == 0:
+            before()
+            now = clock()
         work()
-        before, now = now, clock()
-        found.append(now - before)
+        last, now = now, clock()
+        found.append(now - last)
     return found

@@ -42,13 +42,17 @@ class Flow:
 
 
 class Trickle:
-    """One record at a time: how long each took."""
+    """One record at a time: how long each took, alone and beside one the other way."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {"read": [], "write": []}
+        self.alone: dict[str, list[float]] = {"read": [], "write": []}
+        self.together: dict[str, list[float]] = {"read": [], "write": []}
 
-    def rate(self, kind: str) -> float:
-        return RECORD_BYTES / statistics.mean(self.seconds[kind])
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Bytes per second read, written, and both together."""
+        read, write = (RECORD_BYTES / statistics.mean(found) for found in self.alone.values())
+        return read, write, sum(RECORD_BYTES / statistics.mean(found) for found in self.together.values())
 
 
 class Traffic:
@@ -74,16 +78,19 @@ class Traffic:
 
     @contextmanager
     def trickling(self) -> Iterator[Trickle]:
-        """One record at a time, read and written in turn, from here to the end of the block."""
+        """One record at a time, read and written in turn and then both at once, from here to the end of the block."""
         trickle, over = Trickle(), threading.Event()
 
-        def run() -> None:
-            while not (over.is_set() and trickle.seconds["write"]):
-                for kind, seconds in trickle.seconds.items():
+        def run(other: ThreadPoolExecutor) -> None:
+            while not (over.is_set() and trickle.together["write"]):
+                for kind, seconds in trickle.alone.items():
                     seconds.append(self._streams.one(kind))
+                writing = other.submit(self._streams.one, "write")
+                trickle.together["read"].append(self._streams.one("read"))
+                trickle.together["write"].append(writing.result())
 
-        with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(run)
+        with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as other:
+            running = thread.submit(run, other)
             try:
                 yield trickle
             finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -20,6 +21,9 @@ from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.store import Arena, open_arena, round_up
 
 _NUM_PIECES = 24
+_BLOCK_PIECES = 12
+"""That are updated between two operators of the model, where both run on the same cores."""
+
 _NORM_PIECES = 4
 """A norm is taken of a whole tensor; 4 million elements is a projection of a small model."""
 
@@ -42,17 +46,23 @@ def measure_update(
     seconds: float = 2.0,
     piece_elements: int = PIECE_ELEMENTS,
     traffic: Traffic | None = None,
+    computing: bool = False,
 ) -> UpdateRate:
-    """The rate of this updater: its optimizer, its state format, its wire dtype."""
+    """The rate of this updater: its optimizer, its state format, its wire dtype.
+
+    `computing`: on the same cores as the model, in turns with it.
+    """
     item = updater.wire_dtype.itemsize
     state_bytes = updater.state_bytes(piece_elements)
     weights_bytes = _NUM_PIECES * piece_elements * item
     with open_arena(2 * round_up(weights_bytes) + _NUM_PIECES * round_up(state_bytes)) as arena:
         # Every view of the arena's memory must be gone before it is closed, so they live in a call of their own.
-        return _measure(updater, arena, seconds, piece_elements, traffic)
+        return _measure(updater, arena, seconds, piece_elements, traffic, computing)
 
 
-def _measure(updater: Updater, arena: Arena, seconds: float, size: int, traffic: Traffic | None) -> UpdateRate:
+def _measure(
+    updater: Updater, arena: Arena, seconds: float, size: int, traffic: Traffic | None, computing: bool
+) -> UpdateRate:
     wire, grad = (_values(arena, updater.wire_dtype, _NUM_PIECES * size, scale) for scale in (0.02, 1e-3))
     states = [as_tensor(arena.lease(updater.state_bytes(size)).view) for _ in range(_NUM_PIECES)]
     pieces = [slice(number * size, (number + 1) * size) for number in range(_NUM_PIECES)]
@@ -74,13 +84,21 @@ def _measure(updater: Updater, arena: Arena, seconds: float, size: int, traffic:
         start = next(tensors)
         GradNorm.tensor_norm(grad[start : start + _NORM_PIECES * size])
 
+    matrix = torch.ones(1024, 1024)
+
+    def compute() -> None:
+        for _ in range(4):
+            matrix @ matrix
+
+    # Helpers of an operator that has just ended stay awake on their cores for some milliseconds, in an update's way.
+    taken = partial(durations, before=compute if computing else None, every=_BLOCK_PIECES)
     share = 0.8 if traffic is None else 0.4
-    updating = statistics.median(durations(update, share * seconds, least=_NUM_PIECES))
-    taking_norms = statistics.median(durations(norm, 0.2 * seconds)) / _NORM_PIECES
+    updating = statistics.mean(taken(update, share * seconds, least=_NUM_PIECES))
+    taking_norms = statistics.median(taken(norm, 0.2 * seconds)) / _NORM_PIECES
     shares = None
     if traffic is not None:
         with traffic.flowing() as flow:
-            beside = statistics.mean(durations(update, share * seconds, least=_NUM_PIECES))
+            beside = statistics.mean(taken(update, share * seconds, least=_NUM_PIECES))
         shares = traffic.shares(updating, beside, flow)
     return UpdateRate(parameters_per_second=size / updating, norm_share=taking_norms / updating, shares=shares)
 

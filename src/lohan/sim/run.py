@@ -43,6 +43,7 @@ _LANE_NUMBER = {name: number for number, name in enumerate(LANES)}
 _SERVERS = [SERVER_OF_LANE[name] for name in LANES]
 _COMPUTING = [number for number, server in enumerate(_SERVERS) if server in (GPU, CPU)]
 _OTHERS = [number for number, server in enumerate(_SERVERS) if server not in (GPU, CPU)]
+_DRIVES = 1 << READ | 1 << WRITE
 _WEIGHTS, _STATE, _GRADIENT, _TRANSIT = range(4)
 _LEASES = {"read_weights": _WEIGHTS, "read_state": _STATE, "gradient": _GRADIENT, "read_gradient": _GRADIENT}
 
@@ -112,9 +113,7 @@ def simulate(
             order[lane].append(number)
 
     table = server_rates(machine)
-    # Of one record at a time, by server; nothing else has more than one under way.
-    known = ((READ, machine.single_read_bytes_per_second), (WRITE, machine.single_write_bytes_per_second))
-    singles = [(server, rate) for server, rate in known if rate is not None]
+    singles = _singles(machine)
     members = [tuple(server for server in range(NUM_SERVERS) if busy >> server & 1) for busy in range(1 << NUM_SERVERS)]
     turns = 0 if machine.separate_memory else 1 << GPU | 1 << CPU
     # A plan without slabs for activations on their way has not counted them.
@@ -184,9 +183,9 @@ def simulate(
             break
         # To the next end of anything.
         rates: Sequence[float] = table[busy]
-        if singles:
+        if few := singles[busy & _DRIVES]:
             rates = list(rates)
-            for server, single in singles:
+            for server, single in few:
                 rates[server] = min(rates[server], (1 + len(queues[server])) * single)
         active = members[busy]
         step_seconds, soonest = float("inf"), -1
@@ -217,6 +216,18 @@ def simulate(
         )
     sizes = [len(put) for put in puts]
     return Timeline(ops, lanes, start, service, end, sizes, released, barrier)
+
+
+def _singles(machine: MachineProfile) -> dict[int, list[tuple[int, float]]]:
+    """For reads, writes or both under way (bits as in a set of busy servers): what one record at a time reaches."""
+    read, write = machine.single_read_bytes_per_second, machine.single_write_bytes_per_second
+    half = None if machine.single_mixed_bytes_per_second is None else machine.single_mixed_bytes_per_second / 2
+    alone = {0: [], 1 << READ: [(READ, read)], 1 << WRITE: [(WRITE, write)]}
+    together = [(READ, half or read), (WRITE, half or write)]
+    return {
+        busy: [(server, rate) for server, rate in known if rate is not None]
+        for busy, known in (alone | {_DRIVES: together}).items()
+    }
 
 
 def _work(

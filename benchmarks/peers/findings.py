@@ -114,7 +114,8 @@ class Findings:
 
     @property
     def points(self) -> list[tuple[str, int]]:
-        return list(dict.fromkeys(one.point for one in self.records if one.begun))
+        found = {one.point for one in self.records if one.begun}
+        return sorted(found, key=lambda point: (num_parameters(point[0]), point[1]))
 
     def save(self, path: Path) -> None:
         """Whole or not at all: an interrupted benchmark goes on from here."""

@@ -3,16 +3,15 @@
 options: strategy (lohan, lohan-paper, separate-stage, and `cores` and `drive` for the limit), wire_dtype, host_memory,
 machine (a file of `lohan profile`: without it nothing is kept for backward but block inputs).
 
-`lohan-paper` is LoHan as published: the step's tokens as one micro-batch, one piece of state in host memory at a time,
-so that reading, updating and writing it follow each other, and a barrier after every step. `cores` keeps everything in
-RAM and says what computing and updating took by themselves; `drive` only reads and writes what a step does.
+`lohan-paper` is LoHan as published: the step's tokens as one micro-batch, the state of one unit in host memory at a
+time, and a barrier after every step. `cores` keeps everything in RAM and says what computing and updating took by
+themselves; `drive` only reads and writes what a step does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from lohan.engine.run import Run, open_run
 from lohan.engine.settings import Settings
 from lohan.hardware import load_machine
 from lohan.plan.pieces import PIECE_ELEMENTS
-from lohan.plan.plan import ModelSize, Plan
-from lohan.testing.parity import changed_plan
 from peers.serving import Job, System, serve
 from peers.workloads import LEARNING_RATE, num_parameters
 
@@ -103,27 +100,21 @@ def crossing(run: Run) -> float:
     return away / total
 
 
-def as_published(size: ModelSize, plan: Plan) -> Plan:
-    """LoHan as published, as far as a plan says it: one piece of state between SSD and update, and back."""
-    return replace(plan, state_slabs=1, weights_slabs=3, gradient_slabs=2)
-
-
 @contextmanager
 def load(job: Job) -> Iterator[System]:
     strategy = job.options["strategy"]
     if strategy == "drive":
         yield DriveAlone(job)
         return
-    cores, paper = strategy == "cores", strategy == "lohan-paper"
+    cores = strategy == "cores"
     options = {"wire_dtype": job.options["wire_dtype"]} if "wire_dtype" in job.options else {}
     machine = load_machine(job.options["machine"]) if "machine" in job.options else None
-    with changed_plan(as_published if paper else None):
-        with open_run(
-            model=job.folder, ssd=[Path(job.directory) / "run"], host_memory=job.options["host_memory"], device="cpu",
-            strategy="lohan" if cores else strategy, keep_nothing_in_memory=not cores, learning_rate=LEARNING_RATE,
-            max_grad_norm=None, commit_every=job.options.get("commit_every", 1000), machine=machine, **options,
-        ) as run:  # fmt: skip
-            yield (Cores if cores else Lohan)(run, barrier=cores or paper)
+    with open_run(
+        model=job.folder, ssd=[Path(job.directory) / "run"], host_memory=job.options["host_memory"], device="cpu",
+        strategy="lohan" if cores else strategy, keep_nothing_in_memory=not cores, learning_rate=LEARNING_RATE,
+        max_grad_norm=None, commit_every=job.options.get("commit_every", 1000), machine=machine, **options,
+    ) as run:  # fmt: skip
+        yield (Cores if cores else Lohan)(run, barrier=cores)
 
 
 if __name__ == "__main__":

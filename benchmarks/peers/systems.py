@@ -144,6 +144,11 @@ CHANGES: tuple[Change, ...] = (
         "inside it transformers imports it, finds another signature of `Tensor.__new__`, and the model cannot be made",
     ),
     Change(
+        "deepspeed-cpu, deepspeed-nvme",
+        "`reduce_bucket_size: 20000000`; for NVMe `sub_group_size: 20000000`",
+        "the fastest and smallest of a sweep (2026-11-17_peers_tuning.md): the defaults are buffers of gigabytes",
+    ),
+    Change(
         "deepspeed-nvme",
         "`stage3_max_reuse_distance: 0`",
         "with the default parameters stay gathered, each holds a swap buffer, and the run stops: Not enough buffers",

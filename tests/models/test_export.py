@@ -106,6 +106,37 @@ def test_a_tensor_larger_than_the_buffer_and_readers_called_in_pieces(tmp_path: 
     assert_opens_with(tmp_path / "out", weights)
 
 
+@pytest.mark.parametrize("refused_at", ["open", "write"])
+def test_where_direct_writing_is_refused_the_same_file_comes_out(refused_at: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(export, "BUFFER_BYTES", 8192)
+    source = tiny_model_folder("llama", tmp_path / "source")
+    tensors = [("a", torch.randn(5000)), ("b", torch.randn(333, 7).to(torch.bfloat16)), ("c", torch.randn(70_000))]
+    export_folder(tmp_path / "direct", source, exported(tensors))
+    real_open, real_write, direct = os.open, os.pwrite, set()
+
+    def open_file(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT and refused_at == "open":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        descriptor = real_open(path, flags, *rest)
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def write(descriptor: int, data: memoryview, start: int) -> int:
+        if descriptor in direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_write(descriptor, data[:3000], start)  # and never all of it at once
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "pwrite", write)
+    export_folder(tmp_path / "otherwise", source, exported(tensors))
+    assert bool(direct) == (refused_at == "write")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("direct", "otherwise")]
+    assert files[0] == files[1]
+    for name, value in load_file(tmp_path / "direct" / "model.safetensors").items():
+        assert torch.equal(value, dict(tensors)[name])
+
+
 def test_a_dtype_can_be_asked_for(tmp_path: Path) -> None:
     source = tiny_model_folder("llama", tmp_path / "source")
     weights = {name: tensor + 1e-4 for name, tensor in trained("llama", torch.float32).items()}
@@ -211,7 +242,7 @@ def test_a_drive_too_small_is_refused_before_anything_is_written(tmp_path: Path,
     assert left_behind(tmp_path) == ["source"]
 
 
-@pytest.mark.parametrize("where", ["posix_fallocate", "write", "fsync", "rename"])
+@pytest.mark.parametrize("where", ["posix_fallocate", "pwrite", "fsync", "rename"])
 def test_a_drive_that_becomes_full_leaves_nothing(where: str, tmp_path: Path, monkeypatch) -> None:
     source = tiny_model_folder("llama", tmp_path / "source")
 

@@ -1,11 +1,12 @@
 """A run's weights as a Hugging Face folder, read from its store piece by piece.
 
 The weights are those that are trained with: in the wire dtype, to the bit. With `master` they are the fp32 master
-weights instead. Memory does not depend on the model's size: a few pieces, and one buffer on the way out.
+weights instead. Memory does not depend on the model's size: a few pieces, and a few buffers on the way out.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -30,9 +31,9 @@ from lohan.store.arena import map_memory
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all)."""
 
-# One piece is copied while the next is read; two more, because experts that are stored one by one are pieces of
-# one parameter and come in turns. Picked by arithmetic, not measured.
-_PIECES_HELD = 4
+# Several stretches of a file are made at once (models/export.py), each from a handful of pieces, and the next piece of
+# each is read ahead. Picked by arithmetic, not measured.
+_PIECES_HELD = 12
 
 
 def export_run(
@@ -149,7 +150,10 @@ def _reader(pieces: _Pieces, layout: UnitLayout, tensor: int) -> Reader:
             inside = reached - place.chunk.start
             count = min(place.chunk.num_elements - inside, end - reached)
             first = (reached - start_byte // size) * size
-            into[first : first + count * size] = values[inside * size : (inside + count) * size]
+            # By numpy, which lets other threads go on meanwhile.
+            np.frombuffer(into, np.uint8)[first : first + count * size] = np.frombuffer(values, np.uint8)[
+                inside * size : (inside + count) * size
+            ]
             reached, index = reached + count, index + 1
 
     return read
@@ -169,22 +173,24 @@ class _Place:
 
 
 class _Pieces:
-    """The last few pieces that were read, and the next one on its way."""
+    """The last few pieces that were read, and the next ones on their way. Safe from any thread."""
 
     def __init__(self, store: Store, updater: Updater, *, master: bool):
         self._store, self._updater, self._master = store, updater, master
         self._held: OrderedDict[str, tuple[list[Handle], Tensor, Tensor]] = OrderedDict()
+        self._guard, self._combining = threading.Lock(), threading.Lock()
 
     def element_bytes(self, layout: UnitLayout) -> int:
         return 4 if self._master else layout.wire.itemsize
 
     def get(self, place: _Place, following: _Place | None) -> memoryview:
         """The bytes of a stretch, in the dtype that is exported."""
-        self._fetch(place)
-        self._held.move_to_end(place.record)
-        if following is not None:
-            self._fetch(following)
-        handles, weights, state = self._held[place.record]
+        with self._guard:
+            self._fetch(place)
+            self._held.move_to_end(place.record)
+            handles, weights, state = self._held[place.record]
+            if following is not None:
+                self._fetch(following)
         for handle in handles:
             handle.wait()
         layout, chunk = place.layout, place.chunk
@@ -196,7 +202,8 @@ class _Pieces:
         values = torch.empty(chunk.num_elements)
         if piece.state_bytes:
             size = self._updater.state_bytes(chunk.num_elements)
-            self._updater.read_master(wire, state[chunk.state_offset : chunk.state_offset + size], values)
+            with self._combining:  # an updater has memory of its own to work in
+                self._updater.read_master(wire, state[chunk.state_offset : chunk.state_offset + size], values)
         else:
             values.copy_(wire)
         return memoryview(values.view(torch.uint8).numpy().data)
@@ -230,14 +237,15 @@ def _memory(num_bytes: int) -> Tensor:
 
 def _counted(tensors: Sequence[ExportTensor], progress: Progress) -> list[ExportTensor]:
     total = sum(tensor.num_elements * tensor.dtype.itemsize for tensor in tensors)
-    done = 0
+    done, guard = 0, threading.Lock()
 
     def counted(reader: Reader) -> Reader:
         def read(into: memoryview, start_byte: int, num_bytes: int) -> None:
             nonlocal done
             reader(into, start_byte, num_bytes)
-            done += num_bytes
-            progress(done, total)
+            with guard:
+                done += num_bytes
+                progress(done, total)
 
         return read
 

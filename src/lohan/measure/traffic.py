@@ -61,7 +61,8 @@ class Traffic:
     def __init__(self, streams: Streams, seconds: float):
         self._streams = streams
         moved, taken = streams.run("mixed", seconds)
-        self._alone = moved / taken
+        self.rate = moved / taken
+        """Bytes per second, both ways together, with nothing else going on."""
 
     @contextmanager
     def flowing(self) -> Iterator[Flow]:
@@ -99,7 +100,7 @@ class Traffic:
 
     def shares(self, alone: float, beside: float, flow: Flow) -> Shares:
         """From the seconds some work took without and with traffic."""
-        return Shares(work=_share(alone / beside), drives=_share(flow.rate / self._alone))
+        return Shares(work=_share(alone / beside), drives=_share(flow.rate / self.rate))
 
 
 def _share(value: float) -> float:

@@ -6,6 +6,7 @@ The memory is an arena's, as in a run, and larger than any cache, so every piece
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -97,8 +98,11 @@ def _measure(
     taking_norms = statistics.median(taken(norm, 0.2 * seconds)) / _NORM_PIECES
     shares = None
     if traffic is not None:
+        # State comes and goes at the drives' pace, and between two pieces the cores have something else to do.
+        moved = 2 * (updater.state_bytes(size) + size * updater.wire_dtype.itemsize)
+        pause = partial(time.sleep, max(0.0, moved / traffic.rate - updating))
         with traffic.flowing() as flow:
-            beside = statistics.mean(taken(update, share * seconds, least=_NUM_PIECES))
+            beside = statistics.mean(durations(update, share * seconds, least=_NUM_PIECES, before=pause))
         shares = traffic.shares(updating, beside, flow)
     return UpdateRate(parameters_per_second=size / updating, norm_share=taking_norms / updating, shares=shares)
 

@@ -1,6 +1,6 @@
 """Writes a Hugging Face folder from streamed weights: sharded safetensors, config, tokenizer and the rest.
 
-Weights pass through one buffer, so memory does not depend on the size of the model. Everything goes to a temporary
+Weights pass through a few buffers, so memory does not depend on the size of the model. Everything goes to a temporary
 folder beside the target, is flushed to the drive, and appears under its name only when complete; on any failure
 nothing stays behind. An existing folder with something in it is never touched.
 """
@@ -14,9 +14,11 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +31,19 @@ from lohan.sizes import format_bytes
 BUFFER_BYTES = 16 << 20
 """One write. Picked by feel: drives reach their rate well below it."""
 
+_THREADS = 3
+"""One reads, one converts, one writes, in turns."""
+
+_BLOCK_BYTES = 4096
+"""What direct I/O wants places and sizes to be multiples of."""
+
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "tokenizer*", "vocab*", "merges*", "LICENSE*", "NOTICE*")
 _COPIED_FOLDERS = ("additional_chat_templates",)
 _NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", "config.json", "trainer_state.json")
 
 Reader = Callable[[memoryview, int, int], None]
-"""reader(into, start_byte, num_bytes) fills `into` with that part of the tensor. Both are whole elements."""
+"""reader(into, start_byte, num_bytes) fills `into` with that part of the tensor. Both are whole elements. Called by
+several threads at once."""
 
 
 class ExportTensor(NamedTuple):
@@ -78,51 +87,111 @@ def export_folder(
             shutil.copyfile(file, target)
             _flush(target)
         _write_json(partial / "config.json", config)
-        buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # page-aligned
+        buffers: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(_THREADS):
+            buffers.put(memoryview(mmap.mmap(-1, BUFFER_BYTES)))  # page-aligned
         for name, shard in shards.items():
-            _write_shard(partial / name, shard, buffer)
+            _write_shard(partial / name, shard, buffers)
         if len(shards) > 1:
             _write_json(partial / INDEX_FILE, _index_of(shards))
 
 
-def _write_shard(path: Path, tensors: list[ExportTensor], buffer: memoryview) -> None:
+def _write_shard(path: Path, tensors: list[ExportTensor], buffers: SimpleQueue[memoryview]) -> None:
+    """Stretches of the file by several threads, each read, converted and written at its place: so all of it overlaps.
+
+    Whole blocks go past the page cache, where the file system can do that; the rest goes through it.
+    """
     header = format_header((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     total = len(header) + sum(_num_bytes(tensor) for tensor in tensors)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    with ExitStack() as owned:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        owned.callback(os.close, descriptor)
         try:
             os.posix_fallocate(descriptor, 0, total)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot reserve space
                 raise
-        _write_all(descriptor, memoryview(header))
-        filled = 0
-        for tensor in tensors:
-            done, size = 0, _num_bytes(tensor)
-            while done < size:
-                # Whole elements only: a reader may convert them.
-                space = (len(buffer) - filled) // tensor.dtype.itemsize * tensor.dtype.itemsize
-                if space == 0:
-                    filled = _drain(descriptor, buffer, filled)
-                    continue
-                count = min(space, size - done)
-                tensor.reader(buffer[filled : filled + count], done, count)
-                done, filled = done + count, filled + count
-        _drain(descriptor, buffer, filled)
+        try:
+            direct = os.open(path, flags | os.O_DIRECT)
+            owned.callback(os.close, direct)
+        except (AttributeError, OSError):
+            direct = descriptor
+        _write_at(descriptor, memoryview(header), 0)
+        pool = owned.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="lohan-export"))
+        running = [
+            pool.submit(_write_stretch, stretch, descriptor, direct, buffers)
+            for stretch in _stretches(tensors, len(header))
+        ]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            for one in running:
+                one.cancel()
+            raise
         os.fsync(descriptor)
+
+
+class _Stretch(NamedTuple):
+    """What one buffer holds on its way."""
+
+    start: int
+    """In the file."""
+
+    parts: list[tuple[ExportTensor, int, int]]
+    """Tensor, first byte in it, number of bytes."""
+
+
+def _stretches(tensors: list[ExportTensor], start: int) -> Iterator[_Stretch]:
+    """All but the first begin and all but the last end at whole buffers of the file."""
+    parts: list[tuple[ExportTensor, int, int]] = []
+    filled, room = 0, BUFFER_BYTES - start % BUFFER_BYTES
+    for tensor in tensors:
+        done, size = 0, _num_bytes(tensor)
+        while done < size:
+            # Whole elements only: a reader may convert them.
+            space = (room - filled) // tensor.dtype.itemsize * tensor.dtype.itemsize
+            if space == 0:
+                yield _Stretch(start, parts)
+                start, parts, filled = start + filled, [], 0
+                room = BUFFER_BYTES - start % BUFFER_BYTES
+                continue
+            count = min(space, size - done)
+            parts.append((tensor, done, count))
+            done, filled = done + count, filled + count
+    if parts:
+        yield _Stretch(start, parts)
+
+
+def _write_stretch(stretch: _Stretch, descriptor: int, direct: int, buffers: SimpleQueue[memoryview]) -> None:
+    buffer = buffers.get()
+    try:
+        filled = 0
+        for tensor, start, count in stretch.parts:
+            tensor.reader(buffer[filled : filled + count], start, count)
+            filled += count
+        whole = filled // _BLOCK_BYTES * _BLOCK_BYTES if stretch.start % _BLOCK_BYTES == 0 else 0
+        done = _write_directly(direct, buffer[:whole], stretch.start)
+        _write_at(descriptor, buffer[done:filled], stretch.start + done)
     finally:
-        os.close(descriptor)
+        buffers.put(buffer)
 
 
-def _drain(descriptor: int, buffer: memoryview, filled: int) -> int:
-    _write_all(descriptor, buffer[:filled])
-    return 0
+def _write_directly(descriptor: int, data: memoryview, start: int) -> int:
+    """As far as it can be done; the rest is for another way."""
+    try:
+        return os.pwrite(descriptor, data, start) // _BLOCK_BYTES * _BLOCK_BYTES if data else 0
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system with other rules
+            raise
+        return 0
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def _write_at(descriptor: int, data: memoryview, start: int) -> None:
     done = 0
     while done < len(data):
-        done += os.write(descriptor, data[done:])
+        done += os.pwrite(descriptor, data[done:], start + done)
 
 
 def _converted(tensor: ExportTensor, dtype: torch.dtype) -> ExportTensor:

@@ -110,6 +110,8 @@ class Staging:
         if self.total(self._in_ram(plan)) <= free:
             plan = self._in_ram(plan)
         for better in (
+            {"state_slabs": min(4, self.pieces)},  # small ones first: the largest unit may have many pieces
+            {"state_slabs": min(8, self.pieces)},
             {"state_slabs": max(2, self.pieces // 4)},
             {"weights_slabs": 4},
             {"state_slabs": max(4, self.pieces)},
@@ -118,7 +120,9 @@ class Staging:
             {"state_slabs": max(8, 2 * self.pieces)},
         ):
             candidate = replace(plan, **better)  # type: ignore[arg-type]
-            if self.total(candidate) <= free and not (order.few_slabs and "state_slabs" in better):
+            if candidate.state_slabs < plan.state_slabs or (order.few_slabs and "state_slabs" in better):
+                continue
+            if self.total(candidate) <= free:
                 plan = candidate
         return plan if order.nothing else self._stay(plan, free, order.weights_first)
 

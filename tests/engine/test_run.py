@@ -399,7 +399,7 @@ def test_a_module_that_is_given_is_trained_from_its_own_weights(folder_in_memory
 def test_python_s_search_for_garbage_leaves_a_long_run_alone_and_nothing_is_left_behind(zoo_folder, folder_in_memory):
     folder = zoo_folder("llama")
     assert gc.get_freeze_count() == 0
-    data = parity.batches(4, 1)
+    data = parity.batches(5, 1)
     with open_run(**options(folder, folder_in_memory / "run")) as run:
         run.step(data[0])
         assert gc.get_freeze_count() == 0  # most of what lasts is not made yet

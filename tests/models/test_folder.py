@@ -380,4 +380,4 @@ print(sum(p.num_elements for p in units.params) * 4, peak_kib() - start)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
     num_bytes, grown_kib = map(int, done.stdout.split()[-2:])
     assert num_bytes > 200e6
-    assert grown_kib < 60 * 1024
+    assert grown_kib < 100 * 1024  # three threads, each with buffers of its own

@@ -28,7 +28,7 @@ from lohan.models.folder import INDEX_FILE, SINGLE_FILE
 from lohan.models.tensor_file import format_header
 from lohan.sizes import format_bytes
 
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 8 << 20
 """One write. Picked by feel: drives reach their rate well below it."""
 
 _THREADS = 3

@@ -127,7 +127,7 @@ class Planning:
         size, plan = with_fewer_pieces(planned.size, planned.plan)
         commit = self._wishes.commit_every == 1
         num = planned.micro_batches
-        return simulate_steps(size, plan, self.machine, micro_batches=num, steps=3, commit=commit).seconds_per_step
+        return simulate_steps(size, plan, self.machine, micro_batches=num, commit=commit).seconds_per_step
 
     def _planned(self, base: Planned, rehearsal: Rehearsal, wishes: Wishes, rows: int, tokens: int) -> Planned | None:
         """By the planner, with this model's own pieces and memory; None where it finds nothing that fits."""

@@ -60,7 +60,7 @@ def _simulate(planned: Planned, plan: Plan, machine: MachineProfile, micro_batch
     """None where such a plan could not run: a training must not fail for what it would have been."""
     try:
         size, plan = with_fewer_pieces(planned.size, plan)
-        return simulate_steps(size, plan, machine, micro_batches=micro_batches, steps=3)
+        return simulate_steps(size, plan, machine, micro_batches=micro_batches)
     except StandStill:
         return None
 

@@ -58,11 +58,15 @@ def simulate_steps(
     machine: MachineProfile,
     *,
     micro_batches: int = 1,
-    steps: int = 4,
+    steps: int = 5,
     commit: bool = True,
     norm_share: float | None = None,
 ) -> Timeline:
-    """Several training steps of the engine's own Schedule; speculative steps keep what they guessed."""
+    """Several training steps of the engine's own Schedule; speculative steps keep what they guessed.
+
+    Where the drives are what a step waits for, writes pile up over the first three, and only the fourth is like all
+    that follow.
+    """
     scheduler = Scheduler(model, plan)
     puts: list[Sequence[AnyOp]] = []
     for step in range(1, steps + 1):

@@ -204,7 +204,7 @@ def preview(
 
 def _with_time(told: Preview, planned: Planned, machine: MachineProfile, micro_batches: int, commit: bool) -> Preview:
     size, plan = with_fewer_pieces(planned.size, planned.plan)
-    timeline = simulate_steps(size, plan, machine, micro_batches=micro_batches, steps=3, commit=commit)
+    timeline = simulate_steps(size, plan, machine, micro_batches=micro_batches, commit=commit)
     seconds = timeline.seconds_per_step
     costs = costs_of(
         machine, seconds_per_step=seconds, tokens_per_step=told.tokens_per_step, steps=told.steps,

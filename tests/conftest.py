@@ -1,6 +1,9 @@
 """For all tests, before anything is computed."""
 
 import os
+import time
+
+import pytest
 
 from lohan.amx import avoid_unusable_amx
 
@@ -11,3 +14,20 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 
 # Tests that are about plain torch may not import lohan before their first matmul.
 avoid_unusable_amx()
+
+
+def python_pace():
+    """Seconds of one core for a million and a half small steps of Python, now: 0.05 where nothing else runs.
+
+    For tests of how long something may take: on a machine that is busy or slow, both take longer.
+    """
+    started, table, total = time.process_time(), {}, 0
+    for _ in range(1500):
+        for number in range(1000):
+            total += table.get(number, number)
+    return time.process_time() - started
+
+
+@pytest.fixture
+def pace():
+    return python_pace

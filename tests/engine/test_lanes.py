@@ -70,6 +70,20 @@ def test_a_lane_goes_on_while_a_handle_is_open_but_the_task_is_not_done(lanes):
     assert slow.done.is_set()
 
 
+def test_what_a_lane_is_about_to_do_is_told_once_its_waits_are_over(lanes):
+    first, second = threading.Event(), threading.Event()
+    before = task("before", "b", run=lambda: first.wait(5) and None)
+    after = task("after", "a", [before], lambda: second.wait(5) and None)
+    lanes.put([before, after])
+    assert lanes.ready("a") is None
+    first.set()
+    before.wait()
+    assert lanes.ready("a") is after
+    second.set()
+    after.wait()
+    assert lanes.ready("a") is None
+
+
 def test_the_first_error_reaches_everybody_and_later_tasks_do_not_run(lanes):
     ran = []
     gate = threading.Event()

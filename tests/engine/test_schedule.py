@@ -412,3 +412,26 @@ def test_a_fitted_plan_keeps_to_its_budget_and_never_has_fewer_slabs_than_tested
     assert plan.weights_slabs >= 3
     assert plan.state_slabs >= 2
     assert plan.gradient_slabs >= 2
+
+
+def test_the_next_forward_has_the_embedding_from_its_update_unless_something_came_between():
+    model = ModelSize(tuple(unit_size(kind, [True]) for kind in ("embedding", "block", "head")))
+    read, update = Key(2, "read_weights", 0, -1, "f"), Key(1, "update", 0, 0, "b")
+
+    def second_step(between=lambda scheduler: [], **plan):
+        scheduler = Scheduler(model, Plan(**plan))
+        earlier = [*scheduler.step(1, commit=True), *between(scheduler)]
+        ops = {op.key: op for op in [*earlier, *scheduler.step(2, commit=True)]}
+        return ops, ops[Key(2, "forward", 0, 0)]
+
+    ops, forward = second_step()
+    assert read not in ops
+    assert update in forward.waits
+    assert forward.source == Key(1, "read_weights", 0, -1, "b")
+    for between in (lambda s: s.drain(), lambda s: s.evaluate(-1)):
+        ops, forward = second_step(between)
+        assert forward.source == read
+        assert forward.waits == (read,)
+    assert second_step(barrier=True)[1].source == read
+    redone = second_step(lambda s: s.settle(1, redo=True, skip=False), clip="speculative")
+    assert redone[1].source == read

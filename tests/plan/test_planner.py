@@ -20,11 +20,12 @@ from lohan.sizes import parse_size
 TESTBED = load_machine("lohan-testbed")
 
 
-def test_175b_is_planned_in_two_seconds_of_one_core():
+def test_175b_is_planned_in_two_seconds_of_one_core(pace):
     machine = resize(TESTBED, host_memory_bytes=256 * 10**9)
+    slow = min(pace() for _ in range(3)) / 0.05
     started = time.process_time()
     result = make_plan(preset_profile("gpt-175b"), machine, clip="none")
-    assert time.process_time() - started < 4  # two on the machine this was written on, when it is alone
+    assert time.process_time() - started < 3 * slow  # two when it is alone
     assert result.tokens_per_second > 1.6 * 62.1
     assert "the fewest within 3% of the best rate" in result.notes[0]
 

@@ -141,6 +141,21 @@ def test_on_shared_cores_compute_and_update_take_turns(both, machine):
 
 @given(models_and_plans(), machines)
 @settings(max_examples=60, deadline=None)
+def test_on_shared_cores_nothing_is_computed_while_an_update_can_run(both, machine):
+    model, plan = both
+    timeline = run((model, replace(plan, separate_memory=False)), machine)
+    ends = {op.key: end for op, end in zip(timeline.ops, timeline.end, strict=True)}
+    started = [at for op, at in zip(timeline.ops, timeline.start, strict=True) if op.lane == "gpu"]
+    lane_free = 0.0
+    for op, start, end in zip(timeline.ops, timeline.start, timeline.end, strict=True):
+        if op.lane == "cpu_update":
+            ready = max([lane_free, *(ends[key] for key in op.waits if key in ends)])
+            assert not any(ready < at < start for at in started), f"{op.key} could run from {ready} on"
+            lane_free = end
+
+
+@given(models_and_plans(), machines)
+@settings(max_examples=60, deadline=None)
 def test_a_later_put_starts_after_the_clip_before_it_or_with_a_barrier_after_everything(both, machine):
     model, plan = both
     for barrier in (False, True):
@@ -325,11 +340,11 @@ def test_the_trace_is_the_engines_own_and_spans_of_a_track_never_overlap():
                 assert all(a[1] <= b[0] + 0.002 for a, b in itertools.pairwise(spans))
 
 
-def test_175b_with_64_micro_batches_takes_less_than_two_seconds_of_cpu():
+def test_175b_with_64_micro_batches_takes_less_than_two_seconds_of_cpu(pace):
     from lohan.presets import preset_profile
 
-    taken = []
-    while len(taken) < 3 and min(taken, default=2.0) >= 2.0:  # the other cores' work slows this one down
+    taken, allowed = [], 2 * max(1.0, min(pace() for _ in range(3)) / 0.05)
+    while len(taken) < 3 and min(taken, default=allowed) >= allowed:  # the other cores' work slows this one down
         started = time.process_time()
         model = size_model(preset_profile("gpt-175b"), num_micro_batches=64)
         plan = Plan(
@@ -340,4 +355,4 @@ def test_175b_with_64_micro_batches_takes_less_than_two_seconds_of_cpu():
         timeline = simulate_steps(model, plan, MACHINE, micro_batches=64, steps=3)
         assert timeline.seconds_per_step > 0
         taken.append(time.process_time() - started)
-    assert min(taken) < 2
+    assert min(taken) < allowed

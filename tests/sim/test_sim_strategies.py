@@ -40,7 +40,8 @@ def test_every_strategy_runs_and_says_whether_the_engine_can(strategy):
 @pytest.mark.parametrize("strategy", ["lohan", "lohan-paper", "lohan-paper-naive"])
 def test_lohan_reads_16_and_writes_14_bytes_per_parameter(strategy):
     moved = bytes_of(strategy)
-    assert moved["ssd_read"] == pytest.approx(16 * P + 2 * EMBEDDING, rel=1e-3)
+    # A tied embedding is read once more, by the head; lohan's forward has it from the update before.
+    assert moved["ssd_read"] == pytest.approx(16 * P + 2 * EMBEDDING * (strategy != "lohan"), rel=1e-3)
     assert moved["ssd_write"] == pytest.approx(14 * P, rel=1e-3)
     assert moved["swap_in"] == moved["swap_out"] == 0
 

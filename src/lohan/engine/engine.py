@@ -3,7 +3,8 @@
 Every kind of operation has one method here that does it and nothing more. What happens when, and what waits for
 what, stands in the Schedule; how much memory each purpose has, in the Plan. The engine never weighs two options.
 
-On a `cpu` device computing and updating share the cores, so they take turns instead of fighting for them.
+On a `cpu` device computing and updating share the cores, so they take turns instead of fighting for them. An update that
+can run goes first: it ends a piece's stay in memory, and the drives can go on with the next.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ class Engine:
         last = micro_batch == self.compute.num_micro_batches - 1
         buffer = self._gradient_buffer(unit) if unit == head and last and state is not None else None
         tied = self._weights_for(op, "h", 0) if unit == head and self.model.tied else None
-        with self._cores, self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
+        with self._turn(), self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
             scale = state.scale if state is not None else None
             self.compute.forward(unit, micro_batch, self._weights_for(op, "f", unit), tied, scale)
             if unit == head and last and state is not None:
@@ -278,7 +279,7 @@ class Engine:
         unit, micro_batch, state = op.key.unit, op.key.piece, self._steps[op.key.step]
         last = micro_batch == self.compute.num_micro_batches - 1
         buffer = self._gradient_buffer(unit) if last else None
-        with self._cores, self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
+        with self._turn(), self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
             self.compute.backward(unit, micro_batch, self._weights_for(op, "b", unit), state.scale)
             if last:
                 state.missing[unit] = self.compute.take_gradient(unit, _target(buffer))
@@ -288,6 +289,14 @@ class Engine:
         if last:
             self._free_weights(op, "b", unit)
         self._relieve(step_over=last and unit == 0)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The device's turn to compute: on `cpu` when no update can run."""
+        while not self.device.separate_memory and (update := self.lanes.ready("cpu_update")) is not None:
+            update.done.wait()
+        with self._cores:
+            yield
 
     def _relieve(self, *, step_over: bool) -> None:
         """Between two micro-batches, or two steps."""

@@ -102,6 +102,10 @@ class Lanes:
             self.run(task)
         until.wait()
 
+    def ready(self, lane: str) -> Task | None:
+        """What a lane is doing or about to do, if nothing it waits for is left to be done."""
+        return self._lanes[lane].ready()
+
     def _next_for_caller(self) -> Task | None:
         try:
             return self._for_caller.popleft()
@@ -173,6 +177,7 @@ class _Lane(threading.Thread):
         super().__init__(name=f"lohan-{name}", daemon=True)
         self._owner = owner
         self._tasks: deque[Task] = deque()
+        self._current: Task | None = None
         self._changed = threading.Condition()
         self._closed = False
 
@@ -180,6 +185,15 @@ class _Lane(threading.Thread):
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
+
+    def ready(self) -> Task | None:
+        with self._changed:
+            task = self._current
+            if task is None or task.done.is_set():
+                task = self._tasks[0] if self._tasks else None
+        if task is None or task.done.is_set() or not all(other.done.is_set() for other in task.waits):
+            return None
+        return task
 
     def wake(self) -> None:
         with self._changed:
@@ -198,7 +212,7 @@ class _Lane(threading.Thread):
                     self._changed.wait()
                 if not self._tasks:
                     return
-                task = self._tasks.popleft()
+                task = self._current = self._tasks.popleft()
             self._do(task)
 
     def _do(self, task: Task) -> None:

@@ -117,6 +117,9 @@ class Scheduler:
         self._last_out: list[Key] = []
         """The last to leave the device for SSD."""
         self._last_commit: list[Key] = []
+        self._carried: Key | None = None
+        """The buffer with the embedding's new weights: their update is last and their forward is next, so that one waits
+        for the update, and not until they are written and read again."""
         self._barrier: Key | None = None
         """What the step being scheduled begins behind, and the lanes that know it already."""
         self._behind_barrier: set[str] = set()
@@ -138,6 +141,8 @@ class Scheduler:
             self._add(Key(step, "begin"))
         for unit in range(len(units)):
             updated: Key | None = None
+            if unit == 0:
+                updated, self._carried = self._carried, None
             if unit in left:
                 self._commits = self._left_commit
                 updated = self._update(left_step, unit, "u", keep_source=True)
@@ -181,6 +186,7 @@ class Scheduler:
             rollback = Key(step, "rollback")
             done = [k for k in (*self._last_write.values(), *self._last_update.values()) if k.step == step]
             self._add(rollback, done)
+            self._drop_carried()
             # From here on the rollback is what made these weights and this state.
             for last in (self._last_write, self._last_update):
                 last.update({place: rollback for place, key in last.items() if key.step == step})
@@ -220,6 +226,7 @@ class Scheduler:
 
     def drain(self) -> list[Op]:
         """Whatever the last step left, now, without a next forward."""
+        self._drop_carried()
         self._finish_left()
         self._accept()
         return self._take()
@@ -234,9 +241,16 @@ class Scheduler:
     def evaluate(self, step: int, *, micro_batches: int = 1) -> list[Op]:
         """Forward only, on what training has made so far. `step` only has to be a number of its own."""
         self._micro_batches, self._computes, self._last_out = micro_batches, [], []
+        self._drop_carried()
         for unit in range(len(self.model.units)):
             self._forward(step, unit, updated=None, evaluate=True)
         return self._take()
+
+    def _drop_carried(self) -> None:
+        """The next forward reads the embedding's weights like all others."""
+        if self._carried is not None:
+            self._evict(self._carried, [self._last_write[0, piece] for piece in self.model.units[0].trained_pieces])
+            self._carried = None
 
     def _accept(self) -> None:
         """Held gradients that nobody needs any more."""
@@ -416,7 +430,9 @@ class Scheduler:
         plan, source = self.plan, self._backward_source.pop(unit)
         users = self._backward_users.pop(unit)
         if self._trained(unit) and not plan.leaves(unit) and not plan.separate_stage:
-            self._update(step, unit, "b", source=source, users=users)
+            carry = unit == 0 and not plan.barrier
+            self._update(step, unit, "b", source=source, users=users, keep_source=carry)
+            self._carried = source if carry else self._carried
         elif source is not None:
             self._evict(source, users)
         if unit in self._gradient and (plan.gradients_on_ssd or not plan.holds_gradient(unit)):

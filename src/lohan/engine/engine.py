@@ -3,8 +3,8 @@
 Every kind of operation has one method here that does it and nothing more. What happens when, and what waits for
 what, stands in the Schedule; how much memory each purpose has, in the Plan. The engine never weighs two options.
 
-On a `cpu` device computing and updating share the cores, so they take turns instead of fighting for them. An update that
-can run goes first: it ends a piece's stay in memory, and the drives can go on with the next.
+On a `cpu` device computing and updating share the cores, so they take turns instead of fighting for them. An update
+that can run goes first: it ends a piece's stay in memory, and the drives can go on with the next.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class Scheduler:
         """The last to leave the device for SSD."""
         self._last_commit: list[Key] = []
         self._carried: Key | None = None
-        """The buffer with the embedding's new weights: their update is last and their forward is next, so that one waits
-        for the update, and not until they are written and read again."""
+        """The buffer with the embedding's new weights: their update is last and their forward is next, so that this one
+        waits for the update, and not until they are written and read again."""
         self._barrier: Key | None = None
         """What the step being scheduled begins behind, and the lanes that know it already."""
         self._behind_barrier: set[str] = set()

@@ -4,7 +4,7 @@ The rules are the engine's. A lane does its operations in the order given; one s
 lane is free. The drives' lanes only issue: several operations are under way at once, served in the order of issue,
 reads and writes side by side, and slower where too few are under way. Reading needs a slab of its pool and waits for
 one; evict and the end of a write give slabs back. What a later call puts on the lanes starts after the clip of the step
-before, as run.step() does. Without separate memory compute and update take turns, and an update that can run goes first.
+before, as run.step() does. Without separate memory compute and update take turns; an update that can run goes first.
 
 Between two events every rate is constant, so time advances from one end of an operation to the next. The loop keeps
 plain lists and integers: 100,000 operations take about a second.

@@ -164,13 +164,15 @@ def measure_block(
                 _rounds(bench, seconds * 0.2, lambda share: None)
             singles = trickle.rates
     forward, again = sum(operator.flops for operator in operators), recompute_flops(operators, ())
-    arithmetic = statistics.median(middle for _, middle, _ in alone)
-    saved = arithmetic - statistics.median(middle for _, middle, _ in keeping)
+    # The middle ones only tell what is besides; sums, which vary less, tell the rest.
+    besides = max(0.0, statistics.median(first + last - 2 * middle for first, middle, last in alone))
+    whole = statistics.median(sum(taken) for taken in alone)
+    arithmetic = (whole - besides) / _MICRO_BATCHES
+    saved = (whole - statistics.median(sum(taken) for taken in keeping)) / _MICRO_BATCHES
     share = again / (3 * forward + again)
-    besides = statistics.median(first + last - 2 * middle for first, middle, last in alone)
     return BlockRate(
         flops_per_second=(3 * forward + again) / arithmetic,
-        weights_seconds_per_parameter=max(0.0, besides) / 2 / shape.num_parameters,
+        weights_seconds_per_parameter=besides / 2 / shape.num_parameters,
         saved_by_keeping=min(1.0, max(0.0, saved / (share * arithmetic))),
         shape=shape,
         shares=shares,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-HOST_BYTES = {"tiny": 300_000_000, "60M": 700_000_000, "250M": 1_300_000_000, "1B": 3_000_000_000}
-"""host_memory of `lohan`, for every number of tokens: a little more than the least that 4,096 tokens need. As
-keep_nothing_in_memory is set too, all weights and state cross the SSD in every step; what is left of this buys room on
-the way, not residency."""
+HOST_BYTES = {"tiny": 300_000_000, "60M": 700_000_000, "250M": 1_300_000_000, "1B": 4_000_000_000}
+"""host_memory of `lohan`, for every number of tokens: a little more than the least that 4,096 tokens need; at 1B as
+much as keeps the peak of the process below 3.5 GB. As keep_nothing_in_memory is set too, all weights and state cross
+the SSD in every step; what is left of this buys room on the way, not residency."""
 
 IN_MEMORY_BYTES = {"tiny": 1_000_000_000, "60M": 4_000_000_000, "250M": 8_000_000_000, "1B": 18_000_000_000}
 """Enough for everything to stay in RAM: for the limit of the cores."""
@@ -39,8 +39,8 @@ class System:
 
     whole_batch: bool = True
     options: dict[str, Any] = field(default_factory=dict)
-    memory_share: float = 1.0
-    """Of HOST_BYTES: more than 1 where a strategy needs more for the same step."""
+    host_bytes: dict[str, int] = field(default_factory=HOST_BYTES.copy)
+    """host_memory of ours, by shape."""
 
     limit_only: bool = False
     """Not a system: a resource, measured alone."""
@@ -51,10 +51,15 @@ class System:
             return dict(self.options)
         if self.options["strategy"] == "cores":
             return {"host_memory": IN_MEMORY_BYTES[shape], **self.options}
-        return {"host_memory": round(self.memory_share * HOST_BYTES[shape]), **self.options}
+        return {"host_memory": self.host_bytes[shape], **self.options}
 
     def micro_batch_tokens(self, tokens: int) -> int:
         return tokens if self.whole_batch else min(tokens, MICRO_BATCH_TOKENS)
+
+
+def _memory(share: float, largest: int) -> dict[str, int]:
+    """More than HOST_BYTES where a strategy needs more for the same step, and what it gets at 1B."""
+    return {shape: round(share * size) for shape, size in HOST_BYTES.items()} | {"1B": largest}
 
 
 def _ours(name: str, what: str, **more: Any) -> System:
@@ -81,14 +86,15 @@ _ALL = (
     _ours("lohan", "this project: bf16 wire, split state", exact=False, whole_batch=False),
     _ours(
         "lohan-fp32", "the same with an fp32 wire: as many bytes for a weight as the peers", whole_batch=False,
-        memory_share=1.2, options={"strategy": "lohan", "wire_dtype": "fp32"},
+        host_bytes=_memory(1.2, 3_700_000_000), options={"strategy": "lohan", "wire_dtype": "fp32"},
     ),
     _ours(
         "lohan-paper", "LoHan as published, in our engine: one batch, one state at a time, a barrier", exact=False,
-        memory_share=1.8,
+        host_bytes=_memory(1.8, 5_400_000_000),
     ),
     _ours(
-        "separate-stage", "our engine with a separate optimizer stage", exact=False, whole_batch=False, memory_share=1.2
+        "separate-stage", "our engine with a separate optimizer stage", exact=False, whole_batch=False,
+        host_bytes=_memory(1.2, 3_600_000_000),
     ),
     _ours("cores", "computing and updating with everything in RAM", limit_only=True, whole_batch=False),
     _ours("drive", "the bytes of a step, alone", limit_only=True),

@@ -187,6 +187,6 @@ def test_memory_does_not_depend_on_the_size_of_the_model(tmp_path: Path) -> None
         capture_output=True, text=True, check=True, timeout=280,
     )  # fmt: skip
     before, after_load, after_export = map(int, done.stdout.split()[-3:])
-    # Four pieces of weights and state on their way, and what conversion needs: the same for a model of any size.
-    assert after_load - before < 70e6
-    assert after_export - before < 80e6
+    # Eight pieces of weights and state on their way, four being read: the same for a model of any size.
+    assert after_load - before < 135e6
+    assert after_export - before < 135e6

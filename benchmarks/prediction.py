@@ -2,15 +2,17 @@
 
     python benchmarks/prediction.py [--directory DIR] [--rounds 3] [--only TEXT] [--quick]
 
-Settings differ in model, tokens, budget, strategy, state format and device. A setting is opened, takes two steps to
-warm up, and then the machine is profiled and steps are timed by turns, twice: this machine's speed moves by a
-fifth within seconds, and both should meet the same moments. The profile is of the code that runs: the model's own block
-at the micro-batch in use, the update in the format in use, records through a store, and what these leave each other. A
-prediction is the simulator's step for the Plan the run has, on those rates; nothing is fitted to what steps take. Plans
-are made once, with a profile taken before the first round. Rounds go over all settings.
+Settings differ in model, tokens, budget, strategy, state format and device: `cpu` with the drive as it is, and
+`virtual` with compute and drive held to a pace, where a shared machine's noise is not what is measured. A setting is
+opened, takes two steps to warm up, and then the machine is profiled and steps are timed by turns, twice: this machine's
+speed moves by a fifth within seconds, and both should meet the same moments. The profile is of the code that runs: the
+model's own block at the micro-batch in use, the update in the format in use, records through a store, and what these
+leave each other. A prediction is the simulator's step for the Plan the run has, on those rates; nothing is fitted to
+what steps take. Plans are made once, with a profile taken before the first round. Rounds go over all settings.
 
-An error is predicted over measured, of the medians over rounds. Lanes: seconds that computing, updating and the drives
-work in a step, predicted and measured. The last line is JSON: median_error, worst_error, settings.
+An error is predicted over measured, of the medians over rounds; their medians are also printed by device. Lanes:
+seconds that computing, updating and the drives work in a step, predicted and measured. The last line is JSON:
+median_error, worst_error, settings.
 """
 
 from __future__ import annotations
@@ -34,16 +36,21 @@ from lohan.engine.settings import Settings
 from lohan.measure.block_rate import BlockRate, BlockShape, measure_block
 from lohan.measure.lane_overhead import measure_op_seconds
 from lohan.measure.machine import NEVER_THE_LIMIT, num_cores
-from lohan.measure.store_rate import measure_store
+from lohan.measure.store_rate import STORE_BYTES, measure_store
 from lohan.measure.traffic import Traffic, open_traffic
 from lohan.measure.update_rate import measure_update
 from lohan.optim import Updater
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.profiles import DriveProfile, MachineProfile
 from lohan.sim.run import simulate_steps
+from lohan.store.files import Files
+from lohan.testing.paced_files import PacedFiles
 
 SEQUENCE = 256
 LINK_BYTES_PER_SECOND = 4e9
+PACED_BYTES_PER_SECOND = 0.5e9
+"""Of the drive beside a `virtual` device: half of the least that this machine's own was seen to read."""
+
 WARM_UP, GROUPS, TIMED = 2, 2, 4
 MODELS = {"28M": (512, 8, 2048), "53M": (1024, 4, 1024), "94M": (1024, 7, 2048)}
 """Hidden size, blocks, vocabulary."""
@@ -69,12 +76,17 @@ class Setting:
 
     @property
     def name(self) -> str:
-        device = "cpu" if self.flops is None else f"virtual {self.flops / 1e9:g} GFLOP/s"
+        device = "cpu" if self.flops is None else f"virtual {self.flops / 1e9:g} GFLOP/s, paced drive"
         clip = "" if self.max_grad_norm is None else ", clipped"
         return (
             f"{self.model} {self.strategy} {self.state_format}, {self.micro_batches} x {self.tokens} tokens, "
             f"{self.memory}, {device}{clip}"
         )
+
+    @property
+    def files(self) -> Files | None:
+        """A paced device has a paced drive: what is judged there is the prediction, not the machine's calm."""
+        return None if self.flops is None else PacedFiles(rate=PACED_BYTES_PER_SECOND)
 
     @property
     def shape(self) -> BlockShape:
@@ -126,13 +138,15 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
     """
     settings = Settings(state_format=setting.state_format)
     updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
-    store = measure_store([directory], seconds=2 * seconds)
-    with open_traffic([directory], seconds=seconds / 2) as traffic:
+    drive: dict[str, Any] = {"files": setting.files, "num_bytes": STORE_BYTES // (2 if setting.files else 1)}
+    store = measure_store([directory], seconds=2 * seconds, **drive)
+    with open_traffic([directory], seconds=seconds / 2, **drive) as traffic:
         block = _block(setting, 24 * seconds, traffic)
-        elements = min(PIECE_ELEMENTS, setting.shape.hidden_size**2)  # a projection's, up to a whole piece
+        elements, count = block_pieces(setting.shape)
         update = measure_update(
-            updater, seconds=2 * seconds, piece_elements=elements, traffic=traffic, computing=setting.flops is None
-        )
+            updater, seconds=4 * seconds, piece_elements=elements, traffic=traffic, computing=setting.flops is None,
+            block_pieces=count,
+        )  # fmt: skip
     virtual = setting.flops is not None
     link = LINK_BYTES_PER_SECOND if virtual else NEVER_THE_LIMIT
     return MachineProfile(
@@ -164,6 +178,13 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
         commit_seconds=store.commit_seconds,
         op_seconds=measure_op_seconds(0.2),
     )  # fmt: skip
+
+
+def block_pieces(shape: BlockShape) -> tuple[int, int]:
+    """How large the pieces of a block's update are, and how many there are."""
+    square, wide = shape.hidden_size**2, shape.hidden_size * shape.intermediate_size
+    count = 4 * -(-square // PIECE_ELEMENTS) + 3 * -(-wide // PIECE_ELEMENTS)
+    return (4 * square + 3 * wide) // count // 64 * 64, count
 
 
 def _block(setting: Setting, seconds: float, traffic: Traffic) -> BlockRate:
@@ -216,6 +237,7 @@ def turn(found: Found, directory: Path, seconds: float) -> None:
         device="cpu" if virtual is None else "virtual", virtual=virtual, machine=found.machine,
         host_memory=setting.memory, strategy=setting.strategy, state_format=setting.state_format,
         max_grad_norm=setting.max_grad_norm, commit_every=setting.commit_every, learning_rate=1e-6,
+        store_files=setting.files,
     ) as run:  # fmt: skip
         for number in range(WARM_UP):
             run.step(batches(setting, number))
@@ -294,6 +316,10 @@ def report(found: Sequence[Found]) -> None:
             f"{one.setting.name:<74}{statistics.median(one.predicted):>10.3f}{statistics.median(one.measured):>10.3f}"
             f"{one.error:>+8.1%}   {lanes}{late}"
         )
+    for device, some in (("cpu", True), ("virtual", False)):
+        own = [abs(one.error) for one in found if (one.setting.flops is None) is some]
+        if own:
+            print(f"{device}: {len(own)} settings, median error {statistics.median(own):.1%}, worst {max(own):.1%}")
     errors = sorted(abs(one.error) for one in found)
     summary = {
         "median_error": round(statistics.median(errors), 4),

@@ -92,11 +92,12 @@ def measure_store(
     num_bytes: int = STORE_BYTES,
     weights: Sequence[float] | None = None,
     tell: Callable[[float], None] = lambda share: None,
+    files: Files | None = None,
 ) -> StoreRate:
     """Read, write and mixed rates of a store over these directories; `tell` hears the share that is done."""
     found: dict[str, list[float]] = {"read": [], "write": [], "mixed": []}
     total_bytes, total_cpu = 0, 0.0
-    with temporary_store(directories, num_bytes=num_bytes * len(directories), weights=weights) as streams:
+    with temporary_store(directories, num_bytes=num_bytes * len(directories), weights=weights, files=files) as streams:
         streams.fill()
         slices = [kind for _ in range(ROUNDS) for kind in found]
         for number, kind in enumerate(slices, 1):
@@ -282,7 +283,11 @@ class Streams:
 
 @contextmanager
 def temporary_store(
-    directories: Sequence[Path], *, num_bytes: int, weights: Sequence[float] | None = None
+    directories: Sequence[Path],
+    *,
+    num_bytes: int,
+    weights: Sequence[float] | None = None,
+    files: Files | None = None,
 ) -> Iterator[Streams]:
     """A store over a new folder in each directory, gone again on the way out, also after an error or Ctrl-C."""
     num_records = max(2, num_bytes // RECORD_BYTES)
@@ -292,9 +297,9 @@ def temporary_store(
     with ExitStack() as owned:
         folders = [owned.enter_context(_own_folder(directory)) for directory in directories]
         # In place: nothing here has to survive anything, and it takes half the space.
-        create_store(folders, records, versions=1, weights=shares)
+        create_store(folders, records, versions=1, weights=shares, files=files)
         arena = owned.enter_context(open_arena(2 * IN_FLIGHT * RECORD_BYTES))
-        store = owned.enter_context(open_store(folders))  # closes before the memory it works on
+        store = owned.enter_context(open_store(folders, files=files))  # closes before the memory it works on
         store.begin(1)
         _fill(arena)
         slabs = [arena.lease(RECORD_BYTES) for _ in range(2 * IN_FLIGHT)]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lohan.measure.store_rate import RECORD_BYTES, STORE_BYTES, Streams, temporary_store
+from lohan.store.files import Files
 
 _LEAST_SHARE = 0.05
 """Below this something else has disturbed the measurement."""
@@ -109,9 +110,9 @@ def _share(value: float) -> float:
 
 @contextmanager
 def open_traffic(
-    directories: Sequence[Path], *, seconds: float = 1.0, num_bytes: int = STORE_BYTES
+    directories: Sequence[Path], *, seconds: float = 1.0, num_bytes: int = STORE_BYTES, files: Files | None = None
 ) -> Iterator[Traffic]:
     """A temporary store to stream through, one over all directories; its rate alone is measured for `seconds`."""
-    with temporary_store(directories, num_bytes=num_bytes * len(directories)) as streams:
+    with temporary_store(directories, num_bytes=num_bytes * len(directories), files=files) as streams:
         streams.fill()
         yield Traffic(streams, seconds)

@@ -23,7 +23,7 @@ from lohan.store import Arena, open_arena, round_up
 
 _NUM_PIECES = 24
 _BLOCK_PIECES = 12
-"""That are updated between two operators of the model, where both run on the same cores."""
+"""That are updated between two operators of the model, where both run on the same cores: about a block's."""
 
 _NORM_PIECES = 4
 """A norm is taken of a whole tensor; 4 million elements is a projection of a small model."""
@@ -48,22 +48,24 @@ def measure_update(
     piece_elements: int = PIECE_ELEMENTS,
     traffic: Traffic | None = None,
     computing: bool = False,
+    block_pieces: int = _BLOCK_PIECES,
 ) -> UpdateRate:
     """The rate of this updater: its optimizer, its state format, its wire dtype.
 
-    `computing`: on the same cores as the model, in turns with it.
+    `computing`: on the same cores as the model, in turns with it, `block_pieces` at a time.
     """
     item = updater.wire_dtype.itemsize
     state_bytes = updater.state_bytes(piece_elements)
     weights_bytes = _NUM_PIECES * piece_elements * item
     with open_arena(2 * round_up(weights_bytes) + _NUM_PIECES * round_up(state_bytes)) as arena:
         # Every view of the arena's memory must be gone before it is closed, so they live in a call of their own.
-        return _measure(updater, arena, seconds, piece_elements, traffic, computing)
+        return _measure(updater, arena, seconds, piece_elements, traffic, block_pieces if computing else 0)
 
 
 def _measure(
-    updater: Updater, arena: Arena, seconds: float, size: int, traffic: Traffic | None, computing: bool
+    updater: Updater, arena: Arena, seconds: float, size: int, traffic: Traffic | None, between: int
 ) -> UpdateRate:
+    """`between`: how many are updated between two operators; 0: there are none."""
     wire, grad = (_values(arena, updater.wire_dtype, _NUM_PIECES * size, scale) for scale in (0.02, 1e-3))
     states = [as_tensor(arena.lease(updater.state_bytes(size)).view) for _ in range(_NUM_PIECES)]
     pieces = [slice(number * size, (number + 1) * size) for number in range(_NUM_PIECES)]
@@ -92,17 +94,21 @@ def _measure(
             matrix @ matrix
 
     # Helpers of an operator that has just ended stay awake on their cores for some milliseconds, in an update's way.
-    taken = partial(durations, before=compute if computing else None, every=_BLOCK_PIECES)
+    taken = partial(durations, before=compute if between else None, every=between or 1)
     share = 0.8 if traffic is None else 0.4
     updating = statistics.mean(taken(update, share * seconds, least=_NUM_PIECES))
     taking_norms = statistics.median(taken(norm, 0.2 * seconds)) / _NORM_PIECES
     shares = None
     if traffic is not None:
-        # State comes and goes at the drives' pace, and between two pieces the cores have something else to do.
+        # State comes and goes at the drives' pace, and meanwhile the cores compute, or have nothing to do.
         moved = 2 * (updater.state_bytes(size) + size * updater.wire_dtype.itemsize)
         pause = partial(time.sleep, max(0.0, moved / traffic.rate - updating))
         with traffic.flowing() as flow:
-            beside = statistics.mean(durations(update, share * seconds, least=_NUM_PIECES, before=pause))
+            beside = statistics.mean(
+                taken(update, share * seconds, least=_NUM_PIECES)
+                if between
+                else durations(update, share * seconds, least=_NUM_PIECES, before=pause)
+            )
         shares = traffic.shares(updating, beside, flow)
     return UpdateRate(parameters_per_second=size / updating, norm_share=taking_norms / updating, shares=shares)
 

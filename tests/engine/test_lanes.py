@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lohan.engine.devices import CpuDevice
+from lohan.engine.engine import Engine
 from lohan.engine.lanes import Lanes, Task
 from lohan.engine.pools import Pool
 from lohan.store import Handle, open_arena
@@ -227,3 +229,16 @@ def test_free_slabs_are_poisoned_when_asked_for():
         slab.tensor.fill_(1)
         slab.release()
         assert bool((pool.lease().tensor == 0xFF).all())
+
+
+def test_on_shared_cores_the_engine_computes_only_when_no_update_can_run():
+    order, opened = [], Lanes(("cpu_update",), on_failure=lambda error: None)
+    engine = Engine.__new__(Engine)
+    engine.device, engine.lanes, engine._cores = CpuDevice(), opened, threading.Lock()
+    held = threading.Event()
+    opened.put([task(number, "cpu_update", run=lambda n=number: held.wait(5) and order.append(n)) for number in (1, 2)])
+    threading.Timer(0.05, held.set).start()
+    with engine._turn():
+        order.append("computing")
+    opened.close()
+    assert order == [1, 2, "computing"]

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lohan.engine.devices import CpuDevice
-from lohan.engine.engine import Engine
 from lohan.engine.lanes import Lanes, Task
 from lohan.engine.pools import Pool
 from lohan.store import Handle, open_arena
@@ -70,20 +68,6 @@ def test_a_lane_goes_on_while_a_handle_is_open_but_the_task_is_not_done(lanes):
     handle.finish()
     after.wait()
     assert slow.done.is_set()
-
-
-def test_what_a_lane_is_about_to_do_is_told_once_its_waits_are_over(lanes):
-    first, second = threading.Event(), threading.Event()
-    before = task("before", "b", run=lambda: first.wait(5) and None)
-    after = task("after", "a", [before], lambda: second.wait(5) and None)
-    lanes.put([before, after])
-    assert lanes.ready("a") is None
-    first.set()
-    before.wait()
-    assert lanes.ready("a") is after
-    second.set()
-    after.wait()
-    assert lanes.ready("a") is None
 
 
 def test_the_first_error_reaches_everybody_and_later_tasks_do_not_run(lanes):
@@ -169,25 +153,125 @@ def test_a_failure_elsewhere_ends_the_callers_tasks_too(with_caller):
     assert not ran
 
 
-def test_ctrl_c_while_the_caller_waits_leaves_nobody_waiting(with_caller):
+def test_ctrl_c_while_the_caller_waits_leaves_nobody_waiting(with_caller, monkeypatch):
     gate = threading.Event()
     slow = task("slow", "b", run=lambda: gate.wait() and None)
-
-    class Interrupts(threading.Event().__class__):
-        def wait(self, timeout=None):
-            raise KeyboardInterrupt
-
-    slow.done = Interrupts()
     mine = task("mine", "mine", [slow])
     next_one = task("next", "mine")
     behind = task("behind", "b", [mine, next_one])
     with_caller.put([slow, mine, next_one, behind])
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(with_caller._something_ended, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         with_caller.wait(mine)
     gate.set()
     for one in (mine, next_one, behind):
         with pytest.raises(KeyboardInterrupt):
             one.wait()
+
+
+@pytest.fixture
+def with_service():
+    opened = Lanes(("mine", "served", "b"), on_failure=lambda error: None, callers="mine", serves=("served",))
+    yield opened
+    opened.close()
+
+
+def test_what_is_served_is_done_by_whoever_waits_and_before_its_own(with_service):
+    log, here = [], threading.current_thread()
+
+    def note(name):
+        log.append((name, threading.current_thread() is here, with_service.on_callers_thread))
+
+    gate = threading.Event()
+    other = task("other", "b", run=lambda: gate.wait(5) and None)
+
+    def lets_the_other_end():
+        note("first")
+        gate.set()
+        other.wait()
+
+    first = task("first", "mine", run=lets_the_other_end)
+    served = [task(f"served {n}", "served", [other], lambda n=n: note(f"served {n}")) for n in (1, 2)]
+    second = task("second", "mine", run=lambda: note("second"))
+    with_service.put([other, first, *served, second])
+    with_service.wait(second)
+    assert log == [(name, True, True) for name in ("first", "served 1", "served 2", "second")]
+    assert not with_service.on_callers_thread
+
+
+def test_what_is_served_is_done_by_its_own_thread_while_nobody_waits(with_service):
+    log = []
+    gate = threading.Event()
+    other = task("other", "b", run=lambda: gate.wait(5) and None)
+    served = task("served", "served", [other], lambda: log.append(threading.current_thread().name))
+    with_service.put([other, served])
+    gate.set()
+    assert served.done.wait(5)
+    assert log == ["lohan-served"]
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_served_or_not_a_lane_does_one_task_at_a_time_in_order_after_what_it_waits_for(seed):
+    rng = random.Random(seed)
+    lanes = ("mine", "served", "b")
+    opened = Lanes(lanes, on_failure=lambda error: None, callers="mine", serves=("served",))
+    log, guard, tasks = [], threading.Lock(), []
+
+    def work(number, pause):
+        with guard:
+            log.append(("start", number))
+        if pause:
+            time.sleep(0.0005)
+        with guard:
+            log.append(("end", number))
+
+    for number in range(40):
+        waits = rng.sample(tasks, min(len(tasks), rng.randrange(3)))
+        pause = rng.random() < 0.2
+        tasks.append(task(number, rng.choice([*lanes, ""]), waits, lambda n=number, p=pause: work(n, p)))
+    waits_of = {t.key: [w.key for w in t.waits] for t in tasks}
+    opened.put(tasks)
+    for one in rng.sample(tasks, 5):  # now and then there is somebody who waits
+        opened.wait(one)
+        time.sleep(rng.random() * 0.001)
+    for one in tasks:
+        opened.wait(one)
+    opened.close()
+    place = {entry: index for index, entry in enumerate(log)}
+    for one in tasks:
+        assert all(place["end", other] < place["start", one.key] for other in waits_of[one.key])
+    for lane in lanes:
+        own = [t.key for t in tasks if t.lane == lane]
+        assert [entry for entry in log if entry[1] in own] == [(what, n) for n in own for what in ("start", "end")]
+
+
+def test_inside_its_own_task_the_caller_serves_until_what_it_needs_is_there(with_service):
+    free = []
+    first = task("first", "mine")
+    served = task("served", "served", [first], lambda: free.append(1))
+    needs = task("needs", "mine", [first], lambda: with_service.serve(lambda: bool(free)))
+    with_service.put([first, needs, served])
+    with_service.wait(needs)
+    assert free
+
+
+def test_a_failure_ends_the_service(with_service):
+    def fail():
+        raise ValueError("the drive")
+
+    first = task("first", "mine")
+    failing = task("failing", "b", [first], fail)
+    needs = task("needs", "mine", [first], lambda: with_service.serve(lambda: False))
+    served = task("served", "served", [failing])
+    with_service.put([first, needs, failing, served])
+    for one in (failing, served):
+        with pytest.raises(ValueError, match="the drive"):
+            with_service.wait(one)
 
 
 def test_a_pool_hands_out_its_slabs_and_waits_for_one_to_come_back():
@@ -229,16 +313,3 @@ def test_free_slabs_are_poisoned_when_asked_for():
         slab.tensor.fill_(1)
         slab.release()
         assert bool((pool.lease().tensor == 0xFF).all())
-
-
-def test_on_shared_cores_the_engine_computes_only_when_no_update_can_run():
-    order, opened = [], Lanes(("cpu_update",), on_failure=lambda error: None)
-    engine = Engine.__new__(Engine)
-    engine.device, engine.lanes, engine._cores = CpuDevice(), opened, threading.Lock()
-    held = threading.Event()
-    opened.put([task(number, "cpu_update", run=lambda n=number: held.wait(5) and order.append(n)) for number in (1, 2)])
-    threading.Timer(0.05, held.set).start()
-    with engine._turn():
-        order.append("computing")
-    opened.close()
-    assert order == [1, 2, "computing"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 
 import pytest
 import small_models
@@ -18,7 +19,7 @@ from torch import nn
 from lohan.engine.devices import VirtualOptions
 from lohan.engine.run import open_run
 from lohan.errors import ConfigError, LohanError, ModelError, NonFinite, PlanInfeasible
-from lohan.optim import LossScale
+from lohan.optim import LossScale, Updater
 from lohan.testing import parity, zoo
 from lohan.testing.late_files import LateFiles, QuickFiles
 from lohan.testing.oracle import Oracle
@@ -56,6 +57,30 @@ def zoo_folder(models):
 
 
 # -- on the caller's thread ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient_slabs", [1, 3])
+def test_on_shared_cores_the_thread_that_computes_also_updates(zoo_folder, tmp_path, monkeypatch, gradient_slabs):
+    """With one slab for gradients it can only go on computing once it has updated: it must not wait for itself."""
+    threads, plain = [], Updater.update
+
+    def spy(self, *args, in_team=False, **kwargs):
+        threads.append((threading.current_thread(), in_team))
+        plain(self, *args, in_team=in_team, **kwargs)
+
+    monkeypatch.setattr(Updater, "update", spy)
+    with open_run(**options(zoo_folder("llama"), tmp_path / "run")) as run:
+        run.reserve(parity.batches(1, 2)[0])
+        run._ready(parity.batches(1, 2)[0])._gradient_pool._free = deque(
+            list(run._engine._gradient_pool._free)[:gradient_slabs]
+        )
+        for step in parity.batches(2, 2):
+            run.step(step)
+        during = list(threads)
+    assert during
+    here = sum(one == (threading.current_thread(), True) for one in during)
+    assert here > len(during) / 2  # what is left between two steps is the lane's own thread's
+    assert all((thread is threading.current_thread()) == in_team for thread, in_team in threads)
 
 
 def test_a_step_inside_no_grad_and_autocast_is_the_same_step(zoo_folder, tmp_path):

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from lohan.optim import SGD, Adam, AdamW, GradNorm, Updater, get_format
 from lohan.optim.formats import ArraySpec, StateFormat
 from lohan.optim.native import Numbers, build, find, find_norm, norm
+from lohan.optim.native.team import torch_team
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STORED = [
@@ -35,11 +37,11 @@ def by_torch(updater, wire, state, grad, numbers):
     updater._update_by_torch(wire, arrays, grad, (0, wire.numel()), numbers)
 
 
-def by_kernel(updater, wire, state, grad, numbers, num_threads=1):
+def by_kernel(updater, wire, state, grad, numbers, num_threads=1, in_team=False):
     """Returns what the kernel left to torch."""
     assert updater.path == "native"
     arrays = updater.state_views(state, wire.numel())
-    rest = updater._kernel.update(wire, arrays, grad, numbers, num_threads=num_threads)
+    rest = updater._kernel.update(wire, arrays, grad, numbers, num_threads=num_threads, in_team=in_team)
     for within in rest:
         updater._update_by_torch(wire, arrays, grad, within, numbers)
     return rest
@@ -124,7 +126,8 @@ def test_ordinary_numbers_are_all_done_by_the_kernel_step_after_step(name, dtype
 @needs_native
 @pytest.mark.parametrize("num", [1, 64, 40_000, 150_001])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
-def test_the_number_of_threads_changes_no_bit(num, num_threads):
+@pytest.mark.parametrize("in_team", [False, True])
+def test_the_number_of_threads_and_whose_they_are_changes_no_bit(num, num_threads, in_team):
     generator = torch.Generator().manual_seed(num)
     updater = Updater(AdamW(), get_format("split"), BF16)
     wire, state = some_state(updater, num, generator)
@@ -133,11 +136,34 @@ def test_the_number_of_threads_changes_no_bit(num, num_threads):
         grad[[70_000, 149_990]] = float("nan")
     expected, numbers = (wire.clone(), state.clone()), Numbers(3, 1e-3, 0.1, (0.5,))
     by_torch(updater, *expected, grad, numbers)
-    rest = by_kernel(updater, wire, state, grad, numbers, num_threads)
+    rest = by_kernel(updater, wire, state, grad, numbers, num_threads, in_team=in_team)
     assert all(start % 64 == 0 for start, _ in rest)
     assert bool(rest) == (num > 100_000)
     assert same_bits(wire, expected[0])
     assert same_bits(state, expected[1])
+
+
+@needs_native
+def test_in_the_team_no_thread_is_started_for_an_update():
+    updater = Updater(AdamW(), get_format("split"), BF16)
+    wire, state = some_state(updater, 1 << 20, torch.Generator().manual_seed(0))
+    grad = torch.ones(1 << 20).to(BF16)
+    assert torch_team() is not None
+    numbers = Numbers(1, 1e-3, 0.0)
+    by_kernel(updater, wire, state, grad, numbers, num_threads=2, in_team=True)  # the helper is there from here on
+    before, stop, most = len(os.listdir("/proc/self/task")), threading.Event(), []
+
+    def watch():
+        while not stop.is_set():
+            most.append(len(os.listdir("/proc/self/task")))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    for _ in range(30):
+        by_kernel(updater, wire, state, grad, numbers, num_threads=2, in_team=True)
+    stop.set()
+    watching.join()
+    assert max(most) <= before + 1
 
 
 @needs_native

@@ -3,8 +3,9 @@
 Every kind of operation has one method here that does it and nothing more. What happens when, and what waits for
 what, stands in the Schedule; how much memory each purpose has, in the Plan. The engine never weighs two options.
 
-On a `cpu` device computing and updating share the cores, so they take turns instead of fighting for them. An update
-that can run goes first: it ends a piece's stay in memory, and the drives can go on with the next.
+On a `cpu` device computing and updating share the cores, so the thread that computes does the updates too, with the
+helpers that its operators have woken already. An update that can run goes first: it ends a piece's stay in memory, and
+the drives can go on with the next. While that thread is elsewhere, between two steps, the lane's own thread updates.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class Engine:
         GradNorm.tensor_norm(torch.zeros(1 << 16, dtype=updater.wire_dtype))
         # Computing is done by the thread that asks for a step, whose helpers for large operators it then shares with
         # whatever else that thread computes: see cores.py.
-        self.lanes = Lanes(LANES, on_failure=self._fail_pools, callers="gpu")
+        serves = () if device.separate_memory else ("cpu_update",)
+        self.lanes = Lanes(LANES, on_failure=self._fail_pools, callers="gpu", serves=serves)
 
     def _make_pools(self, arena: Arena) -> None:
         plan, units = self.plan, range(len(self.layouts))
@@ -205,8 +207,9 @@ class Engine:
 
     def wait_all(self) -> None:
         """Until everything put so far is done."""
-        for task in list(self._tasks.values()):
-            self.lanes.wait(task)
+        with as_in_a_new_thread():
+            for task in list(self._tasks.values()):
+                self.lanes.wait(task)
 
     def prune(self, before_step: int) -> None:
         """Forget finished operations of old steps."""
@@ -262,7 +265,7 @@ class Engine:
         last = micro_batch == self.compute.num_micro_batches - 1
         buffer = self._gradient_buffer(unit) if unit == head and last and state is not None else None
         tied = self._weights_for(op, "h", 0) if unit == head and self.model.tied else None
-        with self._turn(), self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
+        with self._cores, self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
             scale = state.scale if state is not None else None
             self.compute.forward(unit, micro_batch, self._weights_for(op, "f", unit), tied, scale)
             if unit == head and last and state is not None:
@@ -279,7 +282,7 @@ class Engine:
         unit, micro_batch, state = op.key.unit, op.key.piece, self._steps[op.key.step]
         last = micro_batch == self.compute.num_micro_batches - 1
         buffer = self._gradient_buffer(unit) if last else None
-        with self._turn(), self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
+        with self._cores, self._timed("compute"), self.device.lane("gpu"), self.device.compute(op.flops):
             self.compute.backward(unit, micro_batch, self._weights_for(op, "b", unit), state.scale)
             if last:
                 state.missing[unit] = self.compute.take_gradient(unit, _target(buffer))
@@ -289,14 +292,6 @@ class Engine:
         if last:
             self._free_weights(op, "b", unit)
         self._relieve(step_over=last and unit == 0)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The device's turn to compute: on `cpu` when no update can run."""
-        while not self.device.separate_memory and (update := self.lanes.ready("cpu_update")) is not None:
-            update.done.wait()
-        with self._cores:
-            yield
 
     def _relieve(self, *, step_over: bool) -> None:
         """Between two micro-batches, or two steps."""
@@ -309,6 +304,8 @@ class Engine:
             return None
         if self.device.separate_memory:
             return _DeviceBuffer(self.device.empty(self.layouts[unit].pieces.weights_bytes))
+        # A slab comes back when an update has read it, and on this device it is this thread that updates.
+        self.lanes.serve(self._gradient_pool.has_free)
         return self._gradient_pool.lease()
 
     def _gradient_made(self, step: int, unit: int, buffer: HostBuffer | _DeviceBuffer) -> None:
@@ -437,6 +434,7 @@ class Engine:
                     lr=state.learning_rate,
                     weight_decay=self._weight_decay(param.name, param.shape),
                     grad_multipliers=tuple(multipliers),
+                    in_team=self.lanes.on_callers_thread,
                 )
 
     def _keep_undo(self, key: Key, offset: int, size: int, weights: HostBuffer, states: HostBuffer) -> None:

@@ -56,6 +56,9 @@ class Pool:
                 raise self._failure
             return self._free.popleft()
 
+    def has_free(self) -> bool:
+        return bool(self._free)
+
     def give_back(self, buffer: HostBuffer) -> None:
         if self._poison:
             buffer.tensor.fill_(0xFF)

@@ -53,8 +53,8 @@ from lohan.store import Arena, Files, Store
 _RECENT_STEPS = 20
 _MAX_CLIPPED_SHARE = 0.2
 
-_SETTLED_STEPS = 5
-"""After so many steps of an engine all that lasts has been made."""
+_SETTLED_STEPS = 2
+"""After so many steps of an engine all that lasts has been made: the second is the first that records its blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,10 @@ def _measure(
         number = next(turns)
         step += number == 0
         piece = pieces[number]
-        updater.update(wire[piece], states[number], grad[piece], step=step, lr=1e-5, weight_decay=0.01)
+        updater.update(
+            wire[piece], states[number], grad[piece], step=step, lr=1e-5, weight_decay=0.01,
+            in_team=between > 0,
+        )  # fmt: skip
 
     tensors = cycle(range(0, _NUM_PIECES * size, _NORM_PIECES * size))
 
@@ -93,7 +96,7 @@ def _measure(
         for _ in range(4):
             matrix @ matrix
 
-    # Helpers of an operator that has just ended stay awake on their cores for some milliseconds, in an update's way.
+    # As in a run: right after operators, by their helpers.
     taken = partial(durations, before=compute if between else None, every=between or 1)
     share = 0.8 if traffic is None else 0.4
     updating = statistics.mean(taken(update, share * seconds, least=_NUM_PIECES))

@@ -110,18 +110,20 @@ class Updater:
         lr: float,
         weight_decay: float,
         grad_multipliers: Sequence[Tensor | float] = (),
+        in_team: bool = False,
     ) -> None:
         """Optimizer step number `step` (from 1) in place on `wire` and `state`.
 
         The gradient is taken as f32, multiplied by each of the multipliers in turn (0-dim f32 tensors or numbers, f32
-        rounding after each one), and is not changed.
+        rounding after each one), and is not changed. `in_team`: on the threads that the calling thread's own torch
+        operators run on, which is faster where they have just run; the same to the bit.
         """
         self._check(wire, grad)
         arrays = self.state_views(state, wire.numel())
         numbers = Numbers(step, lr, weight_decay, tuple(grad_multipliers))
         rest = [(0, wire.numel())]
         if self.path == "native" and self._kernel is not None:
-            rest = self._kernel.update(wire, arrays, grad, numbers)
+            rest = self._kernel.update(wire, arrays, grad, numbers, in_team=in_team)
         for within in rest:
             self._update_by_torch(wire, arrays, grad, within, numbers)
 

@@ -87,7 +87,9 @@ def load() -> ctypes.CDLL:
     path = build()
     try:
         library = ctypes.CDLL(str(path))
-        library.lohan_update.argtypes = (ctypes.POINTER(Update), ctypes.c_int32, ctypes.POINTER(ctypes.c_int64))
+        library.lohan_update.argtypes = (
+            ctypes.POINTER(Update), ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64),
+        )  # fmt: skip
         library.lohan_update.restype = ctypes.c_int32
         library.lohan_norm.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
         library.lohan_norm.restype = ctypes.c_float

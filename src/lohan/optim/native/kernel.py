@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lohan.optim.native.team import torch_team
 from lohan.optim.optimizers import Adam
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -61,10 +62,11 @@ class Kernel:
         numbers: Numbers,
         *,
         num_threads: int | None = None,
+        in_team: bool = False,
     ) -> list[Range]:
         """Update in place all but the ranges returned: from where a NaN comes up, or all that is not for this kernel.
 
-        `num_threads` is torch's unless given.
+        `num_threads` is torch's unless given. `in_team`: torch's own threads do it, where they can be had.
         """
         num = wire.numel()
         multipliers = [float(multiplier) for multiplier in numbers.multipliers]
@@ -96,5 +98,6 @@ class Kernel:
             lanes=self._lanes,
         )
         undone = (ctypes.c_int64 * (2 * _MAX_SHARES))()
-        count = self._call(ctypes.byref(update), num_threads or torch.get_num_threads(), undone)
+        team = torch_team() if in_team else None
+        count = self._call(ctypes.byref(update), num_threads or torch.get_num_threads(), team, undone)
         return [(undone[2 * index], undone[2 * index + 1]) for index in range(count)]

@@ -264,13 +264,22 @@ static struct constants constants_of(const struct update *u) {
     return c;
 }
 
-/* Runs on up to num_threads threads, this one among them. Writes [begin, end) of what torch must do into `undone`,
- * which has room for MAX_SHARES pairs, and returns how many there are. */
-int32_t lohan_update(const struct update *u, int32_t num_threads, int64_t *undone) {
+static void take_shares_in_team(void *argument) { take_shares(argument); }
+
+/* GOMP_parallel() of OpenMP: calls the function on as many threads of the calling thread's team, and waits for them. */
+typedef void team_call(void (*function)(void *), void *argument, unsigned num_threads, unsigned flags);
+
+/* Runs on up to num_threads threads, this one among them: of `team`, or new ones where that is NULL. Writes [begin, end)
+ * of what torch must do into `undone`, which has room for MAX_SHARES pairs, and returns how many there are. */
+int32_t lohan_update(const struct update *u, int32_t num_threads, team_call *team, int64_t *undone) {
     int64_t share = MIN_SHARE;
     while (share * MAX_SHARES < u->num) share *= 2;
     int64_t num_shares = (u->num + share - 1) / share;
     struct work work = {.update = u, .constants = constants_of(u), .share = share, .undone = undone};
+    if (team != NULL && num_threads > 1 && num_shares > 1) {
+        team(take_shares_in_team, &work, (unsigned)num_threads, 0);
+        return work.num_undone;
+    }
     pthread_t threads[MAX_SHARES];
     int started = 0;
     while (started + 1 < num_threads && started + 1 < num_shares &&

@@ -10,8 +10,8 @@ Systems (benchmarks/peers/systems.py): plain PyTorch in RAM, torch FSDP2, DeepSp
 Llama-shaped model on the same data in fp32 with two threads on the same drive. Every system is checked against plain
 PyTorch first: losses and weights after two steps at 60M.
 
-Rounds go over all systems in turn. A turn is one step (two after a start) that does not count and two that do. Up to
-60M all systems stay open; larger models are loaded again for every turn, one at a time. The limit is the busiest
+Rounds go over all systems in turn. A turn is one step (two after a start, or --warm-up) that does not count and two
+that do (--counted). Up to 60M all systems stay open; larger models are loaded again for every turn, one at a time. The limit is the busiest
 resource's own time, measured alone in the same rounds: computing + updating + checksums on the cores, the step's bytes
 on the drive. Results are saved after every turn: an interrupted benchmark goes on with --resume FILE, and a long one
 can be run in pieces: no turn begins after --minutes, and --models DIR keeps the models between pieces.
@@ -58,7 +58,7 @@ STAY_OPEN_PARAMETERS = 100_000_000
 """Above this, all systems together do not fit in the memory of an ordinary machine."""
 
 WARM_UP, COUNTED = 2, 2
-"""Steps of a turn after a start. DeepSpeed records the order of its parameters in the first two and prefetches then."""
+"""Steps of a turn after a start."""
 
 
 class Bench:
@@ -73,12 +73,13 @@ class Bench:
         models: Path | None = None,
         minutes: float = math.inf,
         counted: int = COUNTED,
+        warm_up: int = WARM_UP,
         keep_freed_memory: bool = False,
     ):
         self._directory, self.findings, self._save_to = directory, findings, save_to
         self._models, self._keep_models = models or directory, models is not None
         self._no_turn_after = time.monotonic() + 60 * minutes
-        self._counted, self._keep_freed_memory = counted, keep_freed_memory
+        self._counted, self._warm_up, self._keep_freed_memory = counted, warm_up, keep_freed_memory
         self.left = 0
         """Turns that did not begin, because the time was up."""
         self._open: dict[str, Worker] = {}
@@ -197,7 +198,7 @@ class Bench:
             record.load.append(worker.loaded)
         try:
             said = []
-            for _ in range((WARM_UP if fresh else 1) + self._counted):
+            for _ in range((max(self._warm_up, system.least_warm_up) if fresh else 1) + self._counted):
                 self._steps[system.name] += 1
                 said.append({"number": self._steps[system.name], **worker.step(self._steps[system.name])})
             worker.settle()
@@ -284,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--counted", type=int, default=COUNTED, help="steps of a turn that count")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps after a start that do not")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no turn after this time")
     parser.add_argument("--models", type=Path, help="where models are kept for the next piece; a drive's, not RAM's")
     parser.add_argument(
@@ -301,8 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tokens in options.tokens:
         if tokens > 512 and tokens % 512:
             parser.error(f"--tokens {tokens}: sequences have 512 tokens, so use up to 512 or a multiple of it.")
-    if options.rounds < 1 or options.counted < 1:
-        parser.error("--rounds and --counted: at least 1.")
+    if min(options.rounds, options.counted, options.warm_up) < 1:
+        parser.error("--rounds, --counted and --warm-up: at least 1.")
     chosen = [SYSTEMS[name] for name in options.systems]
     if any(system.peer for system in chosen):
         try:
@@ -318,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="lohan-bench-") as name:
         bench = Bench(
             Path(name), findings, save_to, models=options.models, minutes=options.minutes, counted=options.counted,
-            keep_freed_memory=options.keep_freed_memory,
+            warm_up=options.warm_up, keep_freed_memory=options.keep_freed_memory,
         )  # fmt: skip
         if not options.no_check:
             bench.check(chosen, options.check_parameters, 256)

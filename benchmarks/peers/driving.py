@@ -24,6 +24,14 @@ KEEP_FREED_MEMORY = {
 """glibc's settings with which freed memory stays with the process: faster on a CPU, larger RSS. For all or none."""
 
 
+def _first_to_go(pid: int) -> None:
+    """Where memory runs out the system ends this process, and neither the benchmark nor anything else."""
+    try:
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+    except OSError:
+        pass  # it chooses by size then, which is nearly the same
+
+
 class WorkerFailed(Exception):
     """A worker ended or was ended; the message has the end of what it said."""
 
@@ -59,6 +67,7 @@ class Worker:
                 [python, "-m", f"peers.{system.worker}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 text=True, env=settings,
             )  # fmt: skip
+        _first_to_go(self._process.pid)
         try:
             self.loaded = self._ask(job.to_line())
         except BaseException:

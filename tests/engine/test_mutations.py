@@ -380,8 +380,9 @@ class Recorder:
         monkeypatch.setattr(Engine, "put", recording_put)
         monkeypatch.setattr(Engine, "_bind", holding_bind)
         monkeypatch.setattr(CpuDevice, "poisons", True)
-        # That updates go first on shared cores is a preference: it must not be what saves anybody here.
-        monkeypatch.setattr(Lanes, "ready", lambda lanes, name: None)
+        # That one thread computes and updates on shared cores, updates first, must not be what saves anybody here.
+        init = Lanes.__init__
+        monkeypatch.setattr(Lanes, "__init__", lambda lanes, *args, serves, **more: init(lanes, *args, **more))
 
     def start(self, spoilt=None, *, patient=True, in_turn=True):
         """`patient`: what should have waited at least waits until what it waited for could have started.

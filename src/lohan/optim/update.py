@@ -92,12 +92,16 @@ class Updater:
         `values` may be `wire_out` itself. Moments and the padding between arrays become zero.
         """
         self._check(wire_out, values)
-        self._clear_padding(state, wire_out.numel())
-        for wire, arrays, block in self._blocks(wire_out, self.state_views(state, wire_out.numel()), values):
+        arrays = self.state_views(state, wire_out.numel())
+        state[: self.state_bytes(wire_out.numel())].zero_()
+        for wire, stored, block in self._blocks(wire_out, arrays, values):
             num = wire.numel()
             master = self._scratch.f32("master", num).copy_(block)
-            moments = {name: self._scratch.f32(name, num).zero_() for name in self.optimizer.moments}
-            self.format.pack(master, moments, wire, arrays, self._scratch)
+            moments = {
+                name: stored[name] if stored[name].dtype == torch.float32 else self._scratch.f32(name, num).zero_()
+                for name in self.optimizer.moments
+            }
+            self.format.pack(master, moments, wire, stored, self._scratch)
 
     @torch.no_grad()
     def update(
@@ -187,12 +191,6 @@ class Updater:
             starts.append(-(-end // STATE_ALIGNMENT) * STATE_ALIGNMENT)
             end = starts[-1] + num_elements * spec.dtype.itemsize
         return starts, end
-
-    def _clear_padding(self, state: Tensor, num_elements: int) -> None:
-        starts, total = self._layout(num_elements)
-        ends = [start + num_elements * spec.dtype.itemsize for spec, start in zip(self._specs, starts, strict=True)]
-        for end, next_start in zip(ends, [*starts[1:], total], strict=True):
-            state[end:next_start] = 0
 
     def _check(self, wire: Tensor, other: Tensor) -> None:
         if wire.dtype != self.wire_dtype:

@@ -11,10 +11,11 @@ Llama-shaped model on the same data in fp32 with two threads on the same drive. 
 PyTorch first: losses and weights after two steps at 60M.
 
 Rounds go over all systems in turn. A turn is one step (two after a start, or --warm-up) that does not count and two
-that do (--counted). Up to 60M all systems stay open; larger models are loaded again for every turn, one at a time. The limit is the busiest
-resource's own time, measured alone in the same rounds: computing + updating + checksums on the cores, the step's bytes
-on the drive. Results are saved after every turn: an interrupted benchmark goes on with --resume FILE, and a long one
-can be run in pieces: no turn begins after --minutes, and --models DIR keeps the models between pieces.
+that do (--counted). Up to 60M all systems stay open; larger models are loaded again for every turn, one at a time. The
+limit is the busiest resource's own time, measured alone in the same rounds: computing + updating + checksums on the
+cores, the step's bytes on the drive. Results are saved after every turn: an interrupted benchmark goes on with --resume
+FILE, and a long one can be run in pieces: no turn begins after --minutes, and --models DIR keeps the models between
+pieces.
 
 Prints a table; the last line is JSON. benchmarks/draw_bench.py makes the page and the plots from the results file.
 """

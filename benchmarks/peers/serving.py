@@ -107,7 +107,7 @@ def serve(load: Load) -> None:
                 elif command == "export":
                     meter = Meter()
                     system.export(Path(argument))
-                    _sync(Path(argument))
+                    sync(Path(argument))
                     answer(meter.read())
                 else:
                     raise SystemExit(f"a worker knows no command {command!r}")
@@ -147,7 +147,7 @@ def _traffic() -> tuple[int, int]:
     return int(found["read_bytes"]), int(found["write_bytes"])
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Whoever leaves an export in the page cache has not written it yet: it counts when it is on the drive."""
     for path in folder.rglob("*"):
         if path.is_file():

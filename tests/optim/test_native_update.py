@@ -144,6 +144,27 @@ def test_the_number_of_threads_and_whose_they_are_changes_no_bit(num, num_thread
 
 
 @needs_native
+@pytest.mark.parametrize("name", ["split", "bf16-moments"])
+@given(seed=st.integers(0, 2**32), num=st.integers(1, 3000))
+@settings(max_examples=25, deadline=None)
+def test_first_state_is_the_one_torch_makes(name, seed, num):
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(1 << 31), 1 << 31, (num,), generator=generator).to(torch.int32)  # every kind of float
+    bits[::5] = (bits[::5] & -0x10000) | 0x8000  # ties
+    values, found = bits.view(torch.float32), []
+    for native in (True, False):
+        updater = Updater(AdamW(), get_format(name), BF16)
+        assert updater.path == "native"
+        if not native:
+            updater._path = "torch: for comparison"
+        wire, state = torch.empty(num, dtype=BF16), torch.full((updater.state_bytes(num),), 7, dtype=torch.uint8)
+        updater.initialise(values, wire, state)
+        found.append((wire.view(torch.int16), state))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@needs_native
 def test_in_the_team_no_thread_is_started_for_an_update():
     updater = Updater(AdamW(), get_format("split"), BF16)
     wire, state = some_state(updater, 1 << 20, torch.Generator().manual_seed(0))
@@ -416,6 +437,9 @@ def test_a_kernel_of_other_bits_is_refused(new_cache, tmp_path, monkeypatch):
         ("fmaf(c.beta2, old_square[i], c.square * grad[i] * grad[i])", "0.5f"),
         (">> 16) & 1", ">> 17) & 1"),
         ("+ 0x8000", "+ 0x7fff"),
+        ("(bits + 0x8000u) >> 16, kept", "(bits + 0x8001u) >> 16, kept"),
+        ("kept = (bits >> 16) | 0x40u", "kept = bits >> 16"),
+        ("remainder[i] = (uint16_t)bits", "remainder[i] = (uint16_t)(bits & 0x7fff)"),
     ]:
         assert old in text
         other = tmp_path / "other.c"

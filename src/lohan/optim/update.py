@@ -94,6 +94,10 @@ class Updater:
         self._check(wire_out, values)
         arrays = self.state_views(state, wire_out.numel())
         state[: self.state_bytes(wire_out.numel())].zero_()
+        if "remainder" in arrays and values.dtype == torch.float32 and values.is_contiguous() and self.path == "native":
+            assert self._kernel is not None
+            self._kernel.split(values, wire_out, arrays["remainder"])
+            return
         for wire, stored, block in self._blocks(wire_out, arrays, values):
             num = wire.numel()
             master = self._scratch.f32("master", num).copy_(block)

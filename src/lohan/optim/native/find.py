@@ -91,6 +91,8 @@ def load() -> ctypes.CDLL:
             ctypes.POINTER(Update), ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64),
         )  # fmt: skip
         library.lohan_update.restype = ctypes.c_int32
+        library.lohan_split.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+        library.lohan_split.restype = None
         library.lohan_norm.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
         library.lohan_norm.restype = ctypes.c_float
     except (OSError, AttributeError) as error:
@@ -130,6 +132,8 @@ def _tested(
         done = case.copy()
         by_torch(*done.tensors, (0, done.wire.numel()), done.numbers)
         expected.append(done.bits())
+    if not _splits(Kernel(library, optimizer, LANES[0])):
+        raise Unavailable("its bits are not torch's on this machine")
     for lanes in LANES:
         kernel = Kernel(library, optimizer, lanes)
         if all(
@@ -137,6 +141,18 @@ def _tested(
         ):
             return kernel
     raise Unavailable("its bits are not torch's on this machine")
+
+
+def _splits(kernel: Kernel) -> bool:
+    """Whether it cuts masters as torch does: random ones, and every pattern of the bits that matter."""
+    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    master = (upper[:, None] | lower[None, :]).view(-1).view(torch.float32)
+    wires = [torch.empty(master.numel(), dtype=torch.bfloat16) for _ in range(2)]
+    remainders = [torch.empty(master.numel(), dtype=torch.int16) for _ in range(2)]
+    kernel.split(master, wires[0], remainders[0])
+    split_master(master, wires[1], remainders[1])
+    return torch.equal(wires[0].view(torch.int16), wires[1].view(torch.int16)) and torch.equal(*remainders)
 
 
 def _by_kernel(kernel: Kernel, case: _Case, by_torch: ByTorch) -> list[bytes]:

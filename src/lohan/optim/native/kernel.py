@@ -51,8 +51,12 @@ class Kernel:
     """One optimizer's compiled update on one kind of stored state. Holds nothing; safe from any thread."""
 
     def __init__(self, library: ctypes.CDLL, optimizer: Adam, lanes: int):
-        self._call = library.lohan_update
+        self._call, self._split = library.lohan_update, library.lohan_split
         self._optimizer, self._lanes = optimizer, lanes
+
+    def split(self, master: Tensor, wire: Tensor, remainder: Tensor) -> None:
+        """`split_master` of lohan.optim.rounding in one pass, on this core; all contiguous and of one length."""
+        self._split(master.data_ptr(), wire.data_ptr(), remainder.data_ptr(), wire.numel())
 
     def update(
         self,

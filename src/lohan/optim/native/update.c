@@ -290,6 +290,17 @@ int32_t lohan_update(const struct update *u, int32_t num_threads, team_call *tea
     return work.num_undone;
 }
 
+/* -- a master cut into a bf16 weight and the rest of its bits, as rounding.py does it -- */
+
+void lohan_split(const uint32_t *restrict master, uint16_t *restrict wire, uint16_t *restrict remainder, int64_t num) {
+    for (int64_t i = 0; i < num; i++) {
+        uint32_t bits = master[i];
+        uint32_t rounded = (bits + 0x8000u) >> 16, kept = (bits >> 16) | 0x40u;
+        wire[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? kept : rounded);
+        remainder[i] = (uint16_t)bits;
+    }
+}
+
 /* -- the norm of a gradient, bf16 or fp16 -- */
 
 static inline void add_squares(const float *restrict values, int num, int lanes, float *restrict sums) {

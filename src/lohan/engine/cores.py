@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,17 @@ def use_cores(num: int) -> None:
     torch.get_num_threads()  # at its first look on a thread torch sets its own number; ours has to come after that
     for call in _setters():
         call(num)
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Torch's operators take one core on the calling thread, and afterwards as many as before."""
+    before = torch.get_num_threads()
+    use_cores(1)
+    try:
+        yield
+    finally:
+        use_cores(before)
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:

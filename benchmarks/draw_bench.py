@@ -137,6 +137,7 @@ def _lines(pyplot: Any, findings: Findings, out: Path) -> None:
         for shape in shapes:
             points = [(shape, tokens) for tokens in token_counts]
             panels.append((f"{shape} parameters", "tokens per step", points, [float(t) for t in token_counts]))
+    panels = [panel for panel in panels if len(set(panel[2]) & set(findings.points)) > 1]
     if not panels:
         return
     columns = min(3, len(panels))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lohan.engine.devices import VirtualOptions
+from lohan.engine.engine import Engine
 from lohan.engine.run import open_run
 from lohan.errors import ConfigError, LohanError, ModelError, NonFinite, PlanInfeasible
 from lohan.optim import LossScale, Updater
@@ -69,7 +70,14 @@ def test_on_shared_cores_the_thread_that_computes_also_updates(zoo_folder, tmp_p
         plain(self, *args, in_team=in_team, **kwargs)
 
     monkeypatch.setattr(Updater, "update", spy)
-    with open_run(**options(zoo_folder("llama"), tmp_path / "run")) as run:
+    read_state = Engine._read_state
+
+    def late(engine, op):  # so that the next gradient is made before this one's update can run
+        time.sleep(0.02)
+        return read_state(engine, op)
+
+    monkeypatch.setattr(Engine, "_read_state", late)
+    with open_run(**options(zoo_folder("llama"), tmp_path / "run", keep_nothing_in_memory=True)) as run:
         run.reserve(parity.batches(1, 2)[0])
         run._ready(parity.batches(1, 2)[0])._gradient_pool._free = deque(
             list(run._engine._gradient_pool._free)[:gradient_slabs]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from lohan.errors import ModelError
-from lohan.models.checkpoint import Checkpoint, match_folder
-from lohan.models.folder import open_folder
+from lohan.models.checkpoint import Checkpoint, Stored, match_folder, read_elements
+from lohan.models.folder import LENT_BYTES, Folder, open_folder
+from lohan.models.layout import Run
 from lohan.models.skeleton import build_skeleton
 from lohan.models.tensor_file import read_entries
 from lohan.models.units import partition
@@ -352,6 +358,78 @@ def test_a_file_cut_short_after_it_was_opened_is_noticed(tmp_path: Path) -> None
         file.truncate(file.seek(0, 2) - 4)
     with pytest.raises(ModelError, match="ends inside a"):
         folder.read(folder.tensors["a"], bytearray(40))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Folder, bytes]]:
+    """A tensor larger than what is lent at once, at an odd place of its file, and its bytes."""
+    path = tmp_path_factory.mktemp("large")
+    values = np.random.default_rng(0).integers(0, 256, LENT_BYTES + 70_001, dtype=np.uint8)
+    save_file({"a": torch.zeros(1001, dtype=torch.uint8), "b": torch.from_numpy(values)}, path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    with open_folder(path) as folder:
+        yield folder, values.tobytes()
+
+
+@pytest.mark.parametrize("calls", ["real", "short", "refused", "never open"])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_stretch_is_read_whatever_the_file_system_makes_of_it(
+    large: tuple[Folder, bytes], calls: str, data: st.DataObject
+) -> None:
+    """Direct I/O that gives less than was asked for, that refuses, and files that do not open for it."""
+    given_folder, expected = large
+    start = data.draw(st.integers(0, len(expected)))
+    count = data.draw(st.integers(0, len(expected) - start) | st.integers(0, min(9000, len(expected) - start)))
+    most = data.draw(st.integers(4096, 1 << 21))
+    opened, preadv, direct = os.open, os.preadv, set()
+
+    def open_file(path: Path, flags: int) -> int:
+        if calls == "never open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        descriptor = opened(path, flags)
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def read_some(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if calls == "refused" and descriptor in direct:
+            raise OSError(errno.EINVAL, "other rules")
+        if calls == "short":
+            return preadv(descriptor, [buffers[0][: most // 512 * 512]], offset)
+        return preadv(descriptor, buffers, offset)
+
+    with pytest.MonkeyPatch.context() as patch, open_folder(given_folder.path) as folder:
+        patch.setattr(os, "open", open_file)
+        patch.setattr(os, "preadv", read_some)
+        into = bytearray(count)
+        folder.read(folder.tensors["b"], into, start, count)
+    assert into == expected[start : start + count]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spaces", range(4))
+def test_elements_may_begin_at_any_byte_of_the_file(tmp_path: Path, spaces: int, dtype: torch.dtype) -> None:
+    values = torch.randn(3000).to(dtype)
+    name = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+    entry = {"dtype": name, "shape": [3000], "data_offsets": [0, values.nbytes]}
+    header = json.dumps({"a": entry}).encode() + b" " * spaces
+    content = struct.pack("<Q", len(header)) + header + values.view(torch.uint8).numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / "config.json").write_text("{}")
+    with open_folder(tmp_path) as folder:
+        stored = Stored("a", (3000,), (Run(folder.tensors["a"], 0, 0, 3000),))
+        found = torch.empty(1801)
+        read_elements(folder, stored, found, 999)
+    assert torch.equal(found, values[999:2800].float())
+
+
+def test_what_is_lent_has_a_limit(large: tuple[Folder, bytes]) -> None:
+    folder, expected = large
+    assert bytes(folder.lend(folder.tensors["b"], 3, LENT_BYTES)) == expected[3 : 3 + LENT_BYTES]
+    for start, count in ((0, LENT_BYTES + 1), (-1, 4), (len(expected), 1)):
+        with pytest.raises(ValueError, match="are not lent"):
+            folder.lend(folder.tensors["b"], start, count)
 
 
 def test_memory_of_loading_and_exporting_does_not_depend_on_the_size_of_the_model(tmp_path: Path) -> None:

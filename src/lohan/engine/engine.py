@@ -458,7 +458,7 @@ class Engine:
         states = self._state_buffer(op)
         handles.append(self.store.write(layout.state_record(key.piece), states.view[: round_up(piece.state_bytes)]))
         joined = join(handles)
-        if states.pool is not None:
+        if states.of_pool:
             del self._buffers[Key(key.step, "read_state", key.unit, key.piece, key.phase)]
             joined.then(lambda _: states.release())
         return joined

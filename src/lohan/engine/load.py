@@ -93,8 +93,13 @@ def _read_ahead(layouts: Sequence[UnitLayout], source: MasterSource) -> Iterator
             reached += chunk.num_elements
         return memory[:reached]
 
-    free = deque(torch.empty(most, dtype=torch.float32) for _ in range(_READERS + 1))
-    with ThreadPoolExecutor(_READERS, initializer=use_cores, initargs=(1,)) as readers:
+    num = _READERS + 1
+    with (
+        open_arena(num * round_up(4 * most)) as arena,
+        ThreadPoolExecutor(_READERS, initializer=use_cores, initargs=(1,)) as readers,
+    ):
+        pool = Pool(arena, round_up(4 * most), num)
+        free = deque(pool.lease().tensor.view(torch.float32) for _ in range(num))
         coming: deque[tuple[UnitLayout, int, Tensor, Future[Tensor]]] = deque()
         for layout, index in places:
             if not free:

@@ -11,7 +11,7 @@ import ctypes
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -66,16 +66,19 @@ class Relief:
 
     def __init__(self, limit_bytes: int, step_limit_bytes: int):
         self._limits = {False: limit_bytes, True: step_limit_bytes}
-        self._trim: Callable[[int], int] | None = None
-        try:
-            self._trim = ctypes.CDLL(None).malloc_trim
-        except (AttributeError, OSError):
-            pass  # another C library, which keeps less
 
     def relieve(self, *, step_over: bool) -> None:
         """Between two micro-batches, or two steps."""
-        if self._trim is not None and resident_bytes() > self._limits[step_over]:
-            self._trim(0)
+        if resident_bytes() > self._limits[step_over]:
+            trim_heap()
+
+
+def trim_heap() -> None:
+    """Give all of the heap that is free back to the system."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        pass  # another C library, which keeps less
 
 
 @contextmanager

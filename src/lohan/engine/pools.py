@@ -7,6 +7,7 @@ needs to make progress: that is what keeps the lanes free of deadlock, whatever 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 
 import torch
@@ -23,16 +24,22 @@ def as_tensor(memory: memoryview) -> Tensor:
 class HostBuffer:
     """Bytes of host memory: a tensor for arithmetic, a memoryview for the store."""
 
-    __slots__ = ("pool", "tensor", "view")
+    __slots__ = ("_pool", "tensor", "view")
 
     def __init__(self, view: memoryview, pool: Pool | None = None):
         self.view = view
         self.tensor = as_tensor(view)
-        self.pool = pool
+        # A pool holds its buffers. If they held it too, its memory would stay until Python looks for garbage.
+        self._pool = None if pool is None else weakref.ref(pool)
+
+    @property
+    def of_pool(self) -> bool:
+        return self._pool is not None
 
     def release(self) -> None:
-        if self.pool is not None:
-            self.pool.give_back(self)
+        pool = None if self._pool is None else self._pool()
+        if pool is not None:
+            pool.give_back(self)
 
 
 class Pool:

@@ -29,7 +29,14 @@ from lohan.engine.devices import Device, VirtualOptions, open_device
 from lohan.engine.engine import Engine, StepState
 from lohan.engine.export import Progress, export_store
 from lohan.engine.layout import UnitLayout
-from lohan.engine.memory import OVERHEAD_BYTES, Relief, bound_allocator, old_objects_out_of_sight, resident_bytes
+from lohan.engine.memory import (
+    OVERHEAD_BYTES,
+    Relief,
+    bound_allocator,
+    old_objects_out_of_sight,
+    resident_bytes,
+    trim_heap,
+)
 from lohan.engine.planning import Planned, Planning
 from lohan.engine.run_folder import RunFolder
 from lohan.engine.settings import Settings
@@ -105,6 +112,7 @@ class Run:
         self.model, self.units, self.layouts, self.store, self.device = model, units, layouts, store, device
         self.settings = settings
         self.plan: Plan | None = None
+        trim_heap()  # what loading has left there would be counted twice once the run takes it
         self.base_bytes = resident_bytes()
         """Of the process before the run took any."""
         self._updater, self._host_bytes, self._commit_every = updater, host_bytes, commit_every

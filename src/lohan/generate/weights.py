@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from lohan.engine.layout import UnitLayout
-from lohan.models.checkpoint import PIECE_ELEMENTS, Checkpoint, read_elements
+from lohan.models.checkpoint import Checkpoint, read_elements
 from lohan.store import Handle, Store, round_up
 from lohan.store.arena import map_memory
+
+_COPIED_ELEMENTS = 1 << 20
+"""At once, to a device with memory of its own."""
 
 _IN_FLIGHT = 8
 """Pieces of 2 MB under way at once: enough for a drive's full rate. Picked by arithmetic."""
@@ -92,8 +95,8 @@ class FolderWeights:
             if flat.device.type == "cpu":
                 read_elements(self._checkpoint.folder, stored, flat, 0)
                 continue
-            staging = torch.empty(min(PIECE_ELEMENTS, flat.numel()), dtype=flat.dtype)
-            for start in range(0, flat.numel(), PIECE_ELEMENTS):
-                part = staging[: min(PIECE_ELEMENTS, flat.numel() - start)]
+            staging = torch.empty(min(_COPIED_ELEMENTS, flat.numel()), dtype=flat.dtype)
+            for start in range(0, flat.numel(), _COPIED_ELEMENTS):
+                part = staging[: min(_COPIED_ELEMENTS, flat.numel() - start)]
                 read_elements(self._checkpoint.folder, stored, part, start)
                 flat[start : start + part.numel()].copy_(part)

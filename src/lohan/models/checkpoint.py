@@ -13,20 +13,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lohan.errors import ModelError
 from lohan.models.export import ExportTensor
-from lohan.models.folder import Folder
+from lohan.models.folder import LENT_BYTES, Folder
 from lohan.models.layout import Run, place_tensors
 from lohan.models.tensor_file import TensorEntry
 from lohan.models.units import Units
 
-PIECE_ELEMENTS = 1 << 20
-"""Conversion to fp32 goes through a buffer of this many elements, freed after each call."""
+_COMPARED_ELEMENTS = 1 << 20
+"""At once, of two stored tensors that should be equal."""
 
 _EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 _LISTED_PER_KIND = 40
@@ -161,31 +161,30 @@ def match_folder(folder: Folder, model: nn.Module, units: Units) -> Checkpoint:
 
 
 def read_elements(folder: Folder, source: Stored, into: torch.Tensor, start_element: int) -> None:
-    """Fill a contiguous 1-D tensor, converting from the stored dtype in pieces."""
+    """Fill a contiguous 1-D tensor, converting from the stored dtype on the way."""
     end = start_element + into.numel()
     if start_element < 0 or end > source.num_elements:
         raise ValueError(f"{source.name} has {source.num_elements} elements; {start_element}:{end} is outside")
-    staging: torch.Tensor | None = None
     index = bisect_right(source.runs, start_element, key=attrgetter("target_element")) - 1
     reached = start_element
     while reached < end:
         run = source.runs[index]
         inside = reached - run.target_element
-        count = min(run.num_elements - inside, end - reached, PIECE_ELEMENTS)
-        target = into[reached - start_element : reached - start_element + count]
         size = run.entry.dtype.itemsize
-        first_byte = (run.source_element + inside) * size
-        if run.entry.dtype == into.dtype:
-            folder.read(run.entry, _bytes_of(target), first_byte, count * size)
-        else:
-            if staging is None:
-                widest = max(dtype.itemsize for dtype in source.dtypes)
-                staging = torch.empty(min(PIECE_ELEMENTS, into.numel()) * widest, dtype=torch.uint8)
-            folder.read(run.entry, _bytes_of(staging), first_byte, count * size)
-            target.copy_(staging[: count * size].view(run.entry.dtype))
+        count = min(run.num_elements - inside, end - reached, LENT_BYTES // size)
+        target = into[reached - start_element : reached - start_element + count]
+        lent = folder.lend(run.entry, (run.source_element + inside) * size, count * size)
+        _copy(lent, run.entry.dtype, target)
         reached += count
         if reached == run.target_element + run.num_elements:
             index += 1
+
+
+def _copy(stored: memoryview, dtype: torch.dtype, target: torch.Tensor) -> None:
+    given = np.frombuffer(stored, np.uint8)
+    if given.ctypes.data % dtype.itemsize:
+        given = given.copy()  # a header of odd length; torch wants elements at whole multiples of their size
+    target.copy_(torch.from_numpy(given).view(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +245,8 @@ def _differing_copies(folder: Folder, found: Mapping[str, Stored], copies: Mappi
 
 
 def _are_equal(folder: Folder, one: Stored, other: Stored) -> bool:
-    for start in range(0, one.num_elements, PIECE_ELEMENTS):
-        count = min(PIECE_ELEMENTS, one.num_elements - start)
+    for start in range(0, one.num_elements, _COMPARED_ELEMENTS):
+        count = min(_COMPARED_ELEMENTS, one.num_elements - start)
         pair = [torch.empty(count), torch.empty(count)]
         for source, values in zip((one, other), pair, strict=True):
             read_elements(folder, source, values, start)
@@ -271,11 +270,6 @@ def _one_error(folder: Folder, model: nn.Module, problems: list[str]) -> str:
         + "\n  ".join(lines)
         + "\nDownload the folder again, or load it with transformers and save it with save_pretrained."
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    # NumPy knows no bfloat16; its bytes are all that is needed.
-    return tensor.view(torch.uint8).numpy()
 
 
 def _natural(tensors: Mapping[str, TensorEntry], name: str) -> tuple[str, int]:

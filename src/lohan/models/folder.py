@@ -2,11 +2,13 @@
 
 open_folder() reads headers only. What is wrong with the files does not raise there: it is kept in
 Folder.problems, so that everything wrong with a folder can be told at once (checkpoint.match_folder).
-read() fills the caller's memory and holds none of its own; it is safe from any thread until close().
+Bytes come past the page cache, where the file system can do that: a model larger than RAM has no use for it. Each
+thread that reads has a few MiB for them; all of it is safe from any thread until close().
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -14,13 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from lohan.errors import ModelError
 from lohan.models.tensor_file import BadTensorFile, TensorEntry, read_entries
+from lohan.store.arena import PAGE_BYTES, map_memory, round_up
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PIECE_BYTES = 16 << 20
-"""One read request. Picked by feel: large enough for any drive, small enough that a stop is noticed."""
+LENT_BYTES = 4 << 20
+"""The most that lend() gives at once: a piece of a run, in fp32 (plan/pieces.py)."""
 
 
 class Folder:
@@ -37,8 +42,9 @@ class Folder:
         self.unread = unread
         """Files that are missing or whose header cannot be read; what they hold is not known."""
 
-        self._descriptors: dict[Path, int] = {}
+        self._descriptors: dict[tuple[Path, bool], int] = {}
         self._lock = threading.Lock()
+        self._of_thread = threading.local()
         self._closed = False
 
     def __enter__(self) -> Folder:
@@ -65,32 +71,70 @@ class Folder:
                 f"{entry.name} has {entry.num_bytes} bytes; {wanted} from {start_byte} on do not fit it or the "
                 f"{len(target)} bytes given"
             )
-        if wanted == 0:
-            return
-        descriptor = self._descriptor(entry.file)
-        done = 0
-        while done < wanted:
-            piece = target[done : min(done + PIECE_BYTES, wanted)]
-            try:
-                got = os.preadv(descriptor, [piece], entry.offset + start_byte + done)
-            except OSError as error:
-                raise ModelError(f"{entry.file}: {entry.name} cannot be read: {error.strerror or error}") from error
-            if got == 0:
-                raise ModelError(
-                    f"{entry.file} ends inside {entry.name}: it was cut short after it was opened.\nRestore the file."
-                )
-            done += got
+        for done in range(0, wanted, LENT_BYTES):
+            count = min(LENT_BYTES, wanted - done)
+            # By numpy, which lets other threads go on meanwhile.
+            np.frombuffer(target, np.uint8)[done : done + count] = np.frombuffer(
+                self.lend(entry, start_byte + done, count), np.uint8
+            )
 
-    def _descriptor(self, file: Path) -> int:
+    def lend(self, entry: TensorEntry, start_byte: int, num_bytes: int) -> memoryview:
+        """Bytes of a tensor, in memory that is this thread's until it asks for more."""
+        if start_byte < 0 or not 0 <= num_bytes <= LENT_BYTES or start_byte + num_bytes > entry.num_bytes:
+            raise ValueError(f"{entry.name} has {entry.num_bytes} bytes; {num_bytes} from {start_byte} on are not lent")
+        memory = self._memory()
+        first = entry.offset + start_byte
+        begin = first // PAGE_BYTES * PAGE_BYTES
+        skipped, end = first - begin, first - begin + num_bytes
+        reached, direct = 0, True
+        while reached < end:
+            descriptor = self._descriptor(entry.file, direct=direct)
+            try:
+                got = os.preadv(descriptor, [memory[reached : round_up(end)]], begin + reached)
+            except OSError as error:
+                if error.errno == errno.EINVAL and direct:  # a file system with other rules
+                    direct = False
+                    continue
+                raise ModelError(f"{entry.file}: {entry.name} cannot be read: {error.strerror or error}") from error
+            before, reached = reached, reached + got
+            if reached < end:
+                reached = reached // PAGE_BYTES * PAGE_BYTES  # of a page that came in part, all of it once more
+                if reached == before:
+                    raise ModelError(
+                        f"{entry.file} ends inside {entry.name}: it was cut short after it was opened.\n"
+                        f"Restore the file."
+                    )
+        return memory[skipped:end]
+
+    def _memory(self) -> memoryview:
+        """Of this thread, for lend(): what it can ask for, from and to the ends of pages."""
+        if not hasattr(self._of_thread, "memory"):
+            self._of_thread.memory = memoryview(map_memory(LENT_BYTES + 2 * PAGE_BYTES))
+        memory: memoryview = self._of_thread.memory
+        return memory
+
+    def _descriptor(self, file: Path, *, direct: bool) -> int:
+        key = (file, direct)
         with self._lock:
             if self._closed:
                 raise ValueError(f"{self.path} is closed")
-            if file not in self._descriptors:
+            if key not in self._descriptors:
                 try:
-                    self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                    self._descriptors[key] = _open(file, direct=direct)
                 except OSError as error:
                     raise ModelError(f"{file} cannot be opened: {error.strerror or error}") from error
-            return self._descriptors[file]
+            return self._descriptors[key]
+
+
+def _open(file: Path, *, direct: bool) -> int:
+    """For reading, past the page cache where the file system knows how to."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    if direct:
+        try:
+            return os.open(file, flags | os.O_DIRECT)
+        except (AttributeError, OSError):
+            pass  # what else is wrong with the file comes up again
+    return os.open(file, flags)
 
 
 def open_folder(folder: Path) -> Folder:

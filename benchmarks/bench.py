@@ -301,6 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.quick:
         options.parameters, options.tokens, options.rounds = ["60M"], [512], 2
+        options.check_parameters = "tiny"
     for tokens in options.tokens:
         if tokens > 512 and tokens % 512:
             parser.error(f"--tokens {tokens}: sequences have 512 tokens, so use up to 512 or a multiple of it.")

@@ -371,40 +371,44 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Folder, by
         yield folder, values.tobytes()
 
 
+@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("calls", ["real", "short", "refused", "never open"])
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_stretch_is_read_whatever_the_file_system_makes_of_it(
-    large: tuple[Folder, bytes], calls: str, data: st.DataObject
+    large: tuple[Folder, bytes], calls: str, direct: bool, data: st.DataObject
 ) -> None:
     """Direct I/O that gives less than was asked for, that refuses, and files that do not open for it."""
     given_folder, expected = large
     start = data.draw(st.integers(0, len(expected)))
     count = data.draw(st.integers(0, len(expected) - start) | st.integers(0, min(9000, len(expected) - start)))
     most = data.draw(st.integers(4096, 1 << 21))
-    opened, preadv, direct = os.open, os.preadv, set()
+    opened, preadv, directly, tried = os.open, os.preadv, set(), False
 
     def open_file(path: Path, flags: int) -> int:
+        nonlocal tried
+        tried |= bool(flags & os.O_DIRECT)
         if calls == "never open" and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct I/O here")
         descriptor = opened(path, flags)
         if flags & os.O_DIRECT:
-            direct.add(descriptor)
+            directly.add(descriptor)
         return descriptor
 
     def read_some(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if calls == "refused" and descriptor in direct:
+        if calls == "refused" and descriptor in directly:
             raise OSError(errno.EINVAL, "other rules")
         if calls == "short":
             return preadv(descriptor, [buffers[0][: most // 512 * 512]], offset)
         return preadv(descriptor, buffers, offset)
 
-    with pytest.MonkeyPatch.context() as patch, open_folder(given_folder.path) as folder:
+    with pytest.MonkeyPatch.context() as patch, open_folder(given_folder.path, direct=direct) as folder:
         patch.setattr(os, "open", open_file)
         patch.setattr(os, "preadv", read_some)
         into = bytearray(count)
         folder.read(folder.tensors["b"], into, start, count)
     assert into == expected[start : start + count]
+    assert tried == (direct and count > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -64,7 +64,7 @@ class BuiltModel:
         if self.folder is None:
             yield ModuleSource(self.module)
             return
-        with open_folder(self.folder) as folder:
+        with open_folder(self.folder, direct=True) as folder:  # the store's own copy is read from now on
             yield match_folder(folder, self.module, self.units)
 
 

@@ -2,8 +2,7 @@
 
 open_folder() reads headers only. What is wrong with the files does not raise there: it is kept in
 Folder.problems, so that everything wrong with a folder can be told at once (checkpoint.match_folder).
-Bytes come past the page cache, where the file system can do that: a model larger than RAM has no use for it. Each
-thread that reads has a few MiB for them; all of it is safe from any thread until close().
+Each thread that reads has a few MiB for what it is lent; all of it is safe from any thread until close().
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ class Folder:
         tensors: dict[str, TensorEntry],
         problems: tuple[str, ...],
         unread: frozenset[str] = frozenset(),
+        *,
+        direct: bool = False,
     ):
         self.path = path
         self.tensors = tensors
@@ -42,6 +43,7 @@ class Folder:
         self.unread = unread
         """Files that are missing or whose header cannot be read; what they hold is not known."""
 
+        self._direct = direct
         self._descriptors: dict[tuple[Path, bool], int] = {}
         self._lock = threading.Lock()
         self._of_thread = threading.local()
@@ -86,7 +88,7 @@ class Folder:
         first = entry.offset + start_byte
         begin = first // PAGE_BYTES * PAGE_BYTES
         skipped, end = first - begin, first - begin + num_bytes
-        reached, direct = 0, True
+        reached, direct = 0, self._direct
         while reached < end:
             descriptor = self._descriptor(entry.file, direct=direct)
             try:
@@ -137,8 +139,11 @@ def _open(file: Path, *, direct: bool) -> int:
     return os.open(file, flags)
 
 
-def open_folder(folder: Path) -> Folder:
-    """Find the weight files of a folder and read their headers. Files are opened when they are first read."""
+def open_folder(folder: Path, *, direct: bool = False) -> Folder:
+    """Find the weight files of a folder and read their headers. Files are opened when they are first read.
+
+    With `direct` their bytes come past the page cache, where the file system can do that: for who reads them once.
+    """
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder. Give the folder that holds config.json and *.safetensors.")
     if not (folder / "config.json").is_file():
@@ -180,7 +185,7 @@ def open_folder(folder: Path) -> Folder:
     for tensor, name in promised.items():
         if name not in unread and (tensor not in tensors or tensors[tensor].file.name != name):
             problems.append(f"missing: {tensor} is not in {name}, where {INDEX_FILE} says it is")
-    return Folder(folder, tensors, tuple(problems), frozenset(unread))
+    return Folder(folder, tensors, tuple(problems), frozenset(unread), direct=direct)
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:

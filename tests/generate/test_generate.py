@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,20 @@ def smallest(folder: Path) -> str:
     with pytest.raises(PlanInfeasible) as refused, open_generator(folder, memory=1):
         pass
     return str(refused.value).split("; with ")[1].split(" reading")[0]
+
+
+def test_a_folder_that_is_read_for_every_token_stays_in_the_page_cache(tmp_path, monkeypatch):
+    folder, asked, opened = make_folder("llama", tmp_path / "llama"), [], os.open
+
+    def open_file(path, flags, *args, **options):
+        if str(path).endswith(".safetensors"):
+            asked.append(bool(flags & os.O_DIRECT))
+        return opened(path, flags, *args, **options)
+
+    memory = smallest(folder)
+    monkeypatch.setattr(os, "open", open_file)
+    written(folder, memory)
+    assert asked == [False]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -350,10 +350,11 @@ def test_a_tensor_is_read_in_parts_into_memory_of_the_caller(tmp_path: Path) -> 
         folder.read(folder.tensors["a"], whole)
 
 
-def test_a_file_cut_short_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_cut_short_after_it_was_opened_is_noticed(tmp_path: Path, direct: bool) -> None:
     save_file({"a": torch.arange(10.0)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    folder = open_folder(tmp_path)
+    folder = open_folder(tmp_path, direct=direct)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(file.seek(0, 2) - 4)
     with pytest.raises(ModelError, match="ends inside a"):
@@ -409,6 +410,31 @@ def test_any_stretch_is_read_whatever_the_file_system_makes_of_it(
         folder.read(folder.tensors["b"], into, start, count)
     assert into == expected[start : start + count]
     assert tried == (direct and count > 0)
+
+
+def test_a_file_system_that_refuses_is_asked_once(large: tuple[Folder, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    given_folder, expected = large
+    opened, preadv, directly, refused = os.open, os.preadv, set(), 0
+
+    def open_file(path: Path, flags: int) -> int:
+        descriptor = opened(path, flags & ~os.O_DIRECT)
+        if flags & os.O_DIRECT:
+            directly.add(descriptor)
+        return descriptor
+
+    def read_some(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal refused
+        if descriptor in directly:
+            refused += 1
+            raise OSError(errno.EINVAL, "other rules")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "preadv", read_some)
+    with open_folder(given_folder.path, direct=True) as folder:
+        for start in (0, 5000, 70_000):
+            assert bytes(folder.lend(folder.tensors["b"], start, 9000)) == expected[start : start + 9000]
+    assert refused == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

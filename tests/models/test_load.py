@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,30 @@ def test_the_run_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
             steps = [random_batches(257, num_micro_batches=1, batch=1, seq=12, seed=1, step=step) for step in range(3)]
             losses.append([run.step(step).loss for step in steps])
     assert losses[0] == losses[1]
+
+
+def test_weights_are_read_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    opened = os.open
+
+    def open_file(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            asked.append(bool(flags & os.O_DIRECT))
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_file)
+    load(tiny_model_folder("llama", tmp_path / "source"), ssd=tmp_path / "run")
+    assert asked == [True]
+
+
+def test_loading_leaves_torch_the_cores_it_had(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        load(tiny_model_folder("llama", tmp_path / "source"), ssd=tmp_path / "run")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_loading_what_is_there_already_only_checks_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lohan.engine.cores import on_one_core, use_cores
 from lohan.engine.engine import join
 from lohan.engine.layout import UnitLayout
-from lohan.engine.pools import HostBuffer, Pool
+from lohan.engine.pools import HostBuffer, Pool, as_tensor
 from lohan.models.source import MasterSource
 from lohan.optim.rounding import round_to_wire
 from lohan.optim.update import Updater
@@ -98,8 +98,7 @@ def _read_ahead(layouts: Sequence[UnitLayout], source: MasterSource) -> Iterator
         open_arena(num * round_up(4 * most)) as arena,
         ThreadPoolExecutor(_READERS, initializer=use_cores, initargs=(1,)) as readers,
     ):
-        pool = Pool(arena, round_up(4 * most), num)
-        free = deque(pool.lease().tensor.view(torch.float32) for _ in range(num))
+        free = deque(as_tensor(arena.lease(4 * most).view).view(torch.float32) for _ in range(num))
         coming: deque[tuple[UnitLayout, int, Tensor, Future[Tensor]]] = deque()
         for layout, index in places:
             if not free:

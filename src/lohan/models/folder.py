@@ -88,14 +88,15 @@ class Folder:
         first = entry.offset + start_byte
         begin = first // PAGE_BYTES * PAGE_BYTES
         skipped, end = first - begin, first - begin + num_bytes
-        reached, direct = 0, self._direct
+        reached = 0
         while reached < end:
+            direct = self._direct
             descriptor = self._descriptor(entry.file, direct=direct)
             try:
                 got = os.preadv(descriptor, [memory[reached : round_up(end)]], begin + reached)
             except OSError as error:
-                if error.errno == errno.EINVAL and direct:  # a file system with other rules
-                    direct = False
+                if error.errno == errno.EINVAL and direct:
+                    self._direct = False  # a file system with other rules: from now on through the page cache
                     continue
                 raise ModelError(f"{entry.file}: {entry.name} cannot be read: {error.strerror or error}") from error
             before, reached = reached, reached + got

@@ -18,6 +18,9 @@ from lohan.store import Arena, Handle, Slab, Store, create_store, has_store, ope
 from lohan.store.files import Files
 from lohan.store.sealed import checksum
 
+_UNDER_WAY = 4
+"""Records each way: a piece's state is several requests to the drive."""
+
 
 def drive_alone(layouts: Sequence[UnitLayout], directory: Path, files: Files | None = None) -> float:
     """Seconds to read and write what one step does, in a store of its own, with nothing else going on."""
@@ -25,7 +28,8 @@ def drive_alone(layouts: Sequence[UnitLayout], directory: Path, files: Files | N
     if not has_store(directory, files):
         create_store([directory], records, files=files)
     reads, writes = step_records(layouts)
-    with open_store([directory], files=files) as store, open_arena(34 * (12 << 20)) as arena:
+    most = round_up(max(record.num_bytes for record in records))
+    with open_store([directory], files=files) as store, open_arena(2 * _UNDER_WAY * most) as arena:
         first = (store.committed_step or 0) + 1
         if first == 1:  # both slots of every record are written once before anything is timed
             for step in (1, 2):
@@ -54,16 +58,17 @@ def step_records(layouts: Sequence[UnitLayout]) -> tuple[list[tuple[str, int]], 
 
 
 def _stream(store: Store, arena: Arena, reads: list[tuple[str, int]], writes: list[tuple[str, int]]) -> None:
-    """Both streams at once, 16 requests of each under way."""
+    """Both streams at once, some records of each under way."""
+    most = arena.num_bytes // (2 * _UNDER_WAY)
 
     def run(start: Callable[[str, memoryview], Handle], records: list[tuple[str, int]]) -> None:
         pending: deque[tuple[Handle, Slab]] = deque()
         for name, size in records:
-            if len(pending) == 16:
+            if len(pending) == _UNDER_WAY:
                 handle, slab = pending.popleft()
                 handle.wait()
             else:
-                slab = arena.lease(12 << 20)
+                slab = arena.lease(most)
             pending.append((start(name, slab.padded[: round_up(size)]), slab))
         for handle, slab in pending:
             handle.wait()

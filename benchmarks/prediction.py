@@ -183,8 +183,9 @@ def profile(setting: Setting, directory: Path, seconds: float) -> MachineProfile
 def block_pieces(shape: BlockShape) -> tuple[int, int]:
     """How large the pieces of a block's update are, and how many there are."""
     square, wide = shape.hidden_size**2, shape.hidden_size * shape.intermediate_size
-    count = 4 * -(-square // PIECE_ELEMENTS) + 3 * -(-wide // PIECE_ELEMENTS)
-    return (4 * square + 3 * wide) // count // 64 * 64, count
+    total = 4 * square + 3 * wide
+    count = -(-total // PIECE_ELEMENTS)
+    return total // count // 64 * 64, count
 
 
 def _block(setting: Setting, seconds: float, traffic: Traffic) -> BlockRate:

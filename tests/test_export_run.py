@@ -19,8 +19,10 @@ from typer.testing import CliRunner
 import lohan
 from lohan.cli import app
 from lohan.engine import create
+from lohan.engine import export as engine_export
 from lohan.engine.run_folder import read_run_folder
 from lohan.errors import ConfigError, ModelError, StoreCorrupt, StoreLocked, StoreMissing
+from lohan.models import export as models_export
 from lohan.testing.zoo import NAMES, random_batches, tiny_model, tiny_model_folder
 
 
@@ -84,6 +86,21 @@ def test_the_master_weights_can_be_exported(tmp_path: Path) -> None:
     # What is frozen has no master: its weight is all there is.
     assert_opens_with(tmp_path / "out", {name: masters.get(name, weight.float()) for name, weight in weights.items()})
     assert any(not torch.equal(masters[name], weights[name].float()) for name in masters)
+
+
+@pytest.mark.parametrize("held", [0, 1 << 30])
+@pytest.mark.parametrize("master", [True, False])
+def test_files_are_written_in_parts_of_a_piece(
+    master: bool, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with any tensor of more than a few million elements, and with as little memory as there can be."""
+    with training(tmp_path, tiny_model_folder("llama", tmp_path / "source")) as run:
+        masters = {name: values for name, values, _ in run.read_state()}
+        weights = dict(run.read_weights())
+    monkeypatch.setattr(models_export, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(engine_export, "_MOST_HELD", held)
+    lohan.export_run(tmp_path / "a", tmp_path / "out", master=master)
+    assert_opens_with(tmp_path / "out", masters if master else weights)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])

@@ -20,7 +20,6 @@ from lohan.engine.create import build_model
 from lohan.engine.run import Run, open_run
 from lohan.engine.settings import Settings
 from lohan.hardware import load_machine
-from lohan.plan.pieces import PIECE_ELEMENTS
 from peers.serving import Job, System, serve
 from peers.workloads import LEARNING_RATE, num_parameters
 
@@ -64,7 +63,7 @@ class DriveAlone:
     def __init__(self, job: Job):
         settings = Settings(wire_dtype=job.options.get("wire_dtype", "bf16"))
         self._layouts = build_model(
-            job.folder, settings, [], device="cpu", blocks=None, piece_elements=PIECE_ELEMENTS, trust_remote_code=False
+            job.folder, settings, [], device="cpu", blocks=None, piece_elements=None, trust_remote_code=False
         ).layouts
         self._directory = Path(job.directory) / "drive"
         drive_alone(self._layouts, self._directory)  # makes the store and writes both versions of every record

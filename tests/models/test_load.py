@@ -85,6 +85,18 @@ def test_loading_leaves_torch_the_cores_it_had(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
+def test_a_run_goes_on_with_the_pieces_it_was_made_with(tmp_path: Path) -> None:
+    source = tiny_model_folder("llama", tmp_path / "source")
+    made = load(source, ssd=tmp_path / "run", piece_elements=4096)
+    assert load(source, ssd=tmp_path / "run").info == made.info
+    expected = dict(load_file(source / "model.safetensors"))
+    assert {name: tuple(weight.shape) for name, weight in stored_in(tmp_path / "run").items()} == {
+        name: tuple(weight.shape) for name, weight in expected.items()
+    }
+    with pytest.raises(ConfigError, match="made with piece_elements = 4096, and now it is 8192"):
+        load(source, ssd=tmp_path / "run", piece_elements=8192)
+
+
 def test_loading_what_is_there_already_only_checks_it(tmp_path: Path) -> None:
     source = tiny_model_folder("llama", tmp_path / "source")
     first = load(source, ssd=tmp_path / "run")

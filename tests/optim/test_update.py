@@ -35,6 +35,29 @@ def read_master(updater: Updater, wire: torch.Tensor, state: torch.Tensor) -> to
 
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
+def test_a_state_can_be_begun_part_by_part(name, dtype):
+    updater = Updater(AdamW(), get_format(name), dtype, block_elements=4096)
+    master = torch.randn(20_003)
+    wire, state = torch.empty(20_003, dtype=dtype), torch.full((updater.state_bytes(20_003),), 0xAB, dtype=torch.uint8)
+    for start in range(0, 20_003, 4096):
+        updater.initialise(master[start : start + 4096], wire, state, start)
+    assert all(torch.equal(*pair) for pair in zip((wire, state), new_state(updater, master), strict=True))
+
+
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
+def test_any_part_of_the_master_can_be_read(name, dtype):
+    updater = Updater(AdamW(), get_format(name), dtype, block_elements=4096)
+    master = torch.randn(20_003)
+    wire, state = new_state(updater, master)
+    for start, count in ((0, 1), (0, 4096), (77, 9000), (20_002, 1), (20_003, 0)):
+        out = torch.empty(count)
+        updater.read_master(wire, state, out, start)
+        assert torch.equal(out, master[start : start + count])
+    with pytest.raises(ValueError, match="of one length"):
+        updater.read_master(wire, state, torch.empty(5), 20_000)
+
+
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 @pytest.mark.parametrize("num", [1, 65, 4096, 100_003])
 @pytest.mark.parametrize("multiplied", [False, True])
 def test_stored_state_gives_the_bits_of_fused_adamw(name, dtype, num, multiplied):

@@ -28,7 +28,7 @@ from lohan.engine.run_folder import (
 )
 from lohan.engine.run_folder import write_run_folder as write_files
 from lohan.engine.settings import Settings
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, LohanError
 from lohan.models.checkpoint import Checkpoint, match_folder
 from lohan.models.folder import open_folder
 from lohan.models.skeleton import build_skeleton
@@ -75,11 +75,12 @@ def build_model(
     *,
     device: str,
     blocks: str | None,
-    piece_elements: int,
+    piece_elements: int | None,
     trust_remote_code: bool,
 ) -> BuiltModel:
-    """The model without weights. None: the one the run in these directories was made from."""
+    """The model without weights. None: the one the run in these directories was made from, cut as it was there."""
     folder: Path | None = None
+    piece_elements = piece_elements or _own_pieces(directories) or PIECE_ELEMENTS
     if isinstance(model, nn.Module):
         module = model
     else:
@@ -120,6 +121,16 @@ def _own_model(directories: Sequence[Path]) -> Path:
         if (directory / RUN_FILE).exists() and (directory / MODEL_FOLDER / "config.json").exists():
             return directory / MODEL_FOLDER
     raise ConfigError(f"There is no run in {directories[0]} to go on with. Name the model to make one from: model=...")
+
+
+def _own_pieces(directories: Sequence[Path]) -> int | None:
+    """How the tensors of the run in these directories were cut; None where there is none, or none that can be read."""
+    for directory in directories:
+        try:
+            return read_run_folder(directory).info.piece_elements
+        except LohanError:
+            continue  # what is wrong with it is told when it is opened
+    return None
 
 
 def may_clip(settings: Settings) -> bool:
@@ -190,7 +201,7 @@ def load(
     clip: str = "auto",
     commit_every: int = 1,
     weights: Sequence[float] | None = None,
-    piece_elements: int = PIECE_ELEMENTS,
+    piece_elements: int | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[int], None] | None = None,
     **settings: Any,

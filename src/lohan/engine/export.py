@@ -31,9 +31,11 @@ from lohan.store.arena import map_memory
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all)."""
 
-# Several stretches of a file are made at once (models/export.py), each from a handful of pieces, and the next piece of
-# each is read ahead. Picked by arithmetic, not measured.
+# Several stretches of a file are made at once (models/export.py), one behind the other, each of a part of a piece or of
+# a handful of small ones, and the next piece is read ahead. Picked by arithmetic, not measured.
 _PIECES_HELD = 12
+_MOST_HELD = 240 << 20
+"""Bytes held when another piece is fetched: two of the largest, the one that is left and the one that is entered."""
 
 
 def export_run(
@@ -146,14 +148,12 @@ def _reader(pieces: _Pieces, layout: UnitLayout, tensor: int) -> Reader:
         index = bisect_right(starts, reached) - 1
         while reached < end:
             place = places[index]
-            values = pieces.get(place, places[index + 1] if index + 1 < len(places) else None)
             inside = reached - place.chunk.start
             count = min(place.chunk.num_elements - inside, end - reached)
+            values = pieces.get(place, inside, count, places[index + 1] if index + 1 < len(places) else None)
             first = (reached - start_byte // size) * size
             # By numpy, which lets other threads go on meanwhile.
-            np.frombuffer(into, np.uint8)[first : first + count * size] = np.frombuffer(values, np.uint8)[
-                inside * size : (inside + count) * size
-            ]
+            np.frombuffer(into, np.uint8)[first : first + count * size] = np.frombuffer(values, np.uint8)
             reached, index = reached + count, index + 1
 
     return read
@@ -183,8 +183,8 @@ class _Pieces:
     def element_bytes(self, layout: UnitLayout) -> int:
         return 4 if self._master else layout.wire.itemsize
 
-    def get(self, place: _Place, following: _Place | None) -> memoryview:
-        """The bytes of a stretch, in the dtype that is exported."""
+    def get(self, place: _Place, first: int, count: int, following: _Place | None) -> memoryview:
+        """The bytes of `count` elements of a stretch, in the dtype that is exported."""
         with self._guard:
             self._fetch(place)
             self._held.move_to_end(place.record)
@@ -198,20 +198,20 @@ class _Pieces:
         start = chunk.weights_offset - piece.weights_offset
         wire = weights[start : start + chunk.num_elements * layout.wire.itemsize].view(layout.wire)
         if not self._master:
-            return memoryview(wire.view(torch.uint8).numpy().data)
-        values = torch.empty(chunk.num_elements)
+            return memoryview(wire[first : first + count].view(torch.uint8).numpy().data)
+        values = torch.empty(count)
         if piece.state_bytes:
             size = self._updater.state_bytes(chunk.num_elements)
             with self._combining:  # an updater has memory of its own to work in
-                self._updater.read_master(wire, state[chunk.state_offset : chunk.state_offset + size], values)
+                self._updater.read_master(wire, state[chunk.state_offset : chunk.state_offset + size], values, first)
         else:
-            values.copy_(wire)
+            values.copy_(wire[first : first + count])
         return memoryview(values.view(torch.uint8).numpy().data)
 
     def _fetch(self, place: _Place) -> None:
         if place.record in self._held:
             return
-        while len(self._held) >= _PIECES_HELD:
+        while len(self._held) >= _PIECES_HELD or self._held_bytes() > _MOST_HELD:
             handles, _, _ = self._held.popitem(last=False)[1]
             for handle in handles:
                 handle.wait()  # memory on its way belongs to the store until then
@@ -222,6 +222,9 @@ class _Pieces:
         if with_state:
             handles.append(self._store.read(place.layout.state_record(place.piece), state.numpy()))
         self._held[place.record] = (handles, weights, state)
+
+    def _held_bytes(self) -> int:
+        return sum(weights.nbytes + state.nbytes for _, weights, state in self._held.values())
 
     def close(self) -> None:
         self._store.drain()

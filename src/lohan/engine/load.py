@@ -7,8 +7,9 @@ model's size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from lohan.engine.pools import HostBuffer, Pool, as_tensor
 from lohan.models.source import MasterSource
 from lohan.optim.rounding import round_to_wire
 from lohan.optim.update import Updater
+from lohan.plan.pieces import Chunk, Piece
 from lohan.store import Handle, Store, open_arena, round_up
 
-_IN_FLIGHT = 8
-"""Pieces being written: eight keep a drive busy."""
+_IN_FLIGHT = 2
+"""Pieces: one is being written, several requests at once, while the next is filled."""
 
+_READ_ELEMENTS = 1 << 20
 _READERS = 3
-"""Threads that read ahead, each a piece: with one, a billion parameters took 22.7 s, with three 15.7 s."""
+"""Threads that read ahead, each so many elements: with one, a billion parameters took 22.7 s, with three 15.7 s."""
 
 
 def fill_store(
@@ -47,73 +50,91 @@ def fill_store(
     pending: deque[tuple[Handle, HostBuffer]] = deque()
     # What there is to compute keeps one core busy for half the time. The helpers of operators on more would stay awake
     # in between, on cores that the threads that read and write need: half of the CPU time for a billion parameters.
-    with on_one_core(), open_arena(_IN_FLIGHT * largest) as arena:
+    with (
+        on_one_core(),
+        open_arena(_IN_FLIGHT * largest) as arena,
+        closing(_read_ahead(layouts, source)) as parts,
+    ):
         pool = Pool(arena, largest, _IN_FLIGHT)
         store.begin(0)
-        for layout, index, values in _read_ahead(layouts, source):
-            if len(pending) == _IN_FLIGHT:
-                _finish(pending)
-            piece, buffer = layout.pieces.pieces[index], pool.lease()
-            split = round_up(piece.weights_bytes)
-            weights = buffer.tensor[:split]
-            state = buffer.tensor[split : split + round_up(piece.state_bytes)]
-            reached = 0
-            for chunk in piece.chunks:
-                part = values[reached : reached + chunk.num_elements]
-                reached += chunk.num_elements
-                start = chunk.weights_offset - piece.weights_offset
-                wire = weights[start : start + chunk.num_elements * layout.wire.itemsize].view(layout.wire)
+        for layout in layouts:
+            for index, piece in enumerate(layout.pieces.pieces):
+                if len(pending) == _IN_FLIGHT:
+                    _finish(pending)
+                buffer = pool.lease()
+                split = round_up(piece.weights_bytes)
+                weights, state = buffer.tensor[:split], buffer.tensor[split : split + round_up(piece.state_bytes)]
+                for chunk, start in _parts(piece):
+                    _place(next(parts), start, chunk, piece, layout, updater, weights, state)
+                handles = [store.write(layout.weights_record(index), buffer.view[:split])]
                 if piece.state_bytes:
-                    size = updater.state_bytes(chunk.num_elements)
-                    updater.initialise(part, wire, state[chunk.state_offset : chunk.state_offset + size])
-                else:
-                    round_to_wire(part, wire)
-            handles = [store.write(layout.weights_record(index), buffer.view[:split])]
-            if piece.state_bytes:
-                view = buffer.view[split : split + round_up(piece.state_bytes)]
-                handles.append(store.write(layout.state_record(index), view))
-            pending.append((join(handles), buffer))
-            if progress is not None:
-                progress(piece.num_elements)
+                    view = buffer.view[split : split + round_up(piece.state_bytes)]
+                    handles.append(store.write(layout.state_record(index), view))
+                pending.append((join(handles), buffer))
+                if progress is not None:
+                    progress(piece.num_elements)
         while pending:
             _finish(pending)
         store.commit(0, metadata).wait()
 
 
-def _read_ahead(layouts: Sequence[UnitLayout], source: MasterSource) -> Iterator[tuple[UnitLayout, int, Tensor]]:
-    """Every piece with its values, in order. The values are the caller's until it asks for the next piece."""
-    places = [(layout, index) for layout in layouts for index in range(len(layout.pieces.pieces))]
-    most = max(layout.pieces.pieces[index].num_elements for layout, index in places)
+def _parts(piece: Piece) -> Iterator[tuple[Chunk, int]]:
+    """What is read at once: chunks of a piece, each from an element of its own on."""
+    return ((chunk, start) for chunk in piece.chunks for start in range(0, chunk.num_elements, _READ_ELEMENTS))
 
-    def read(layout: UnitLayout, index: int, memory: Tensor) -> Tensor:
-        reached = 0
-        for chunk in layout.pieces.pieces[index].chunks:
-            name = layout.spec.params[chunk.tensor].name
-            source.read(name, chunk.start, memory[reached : reached + chunk.num_elements])
-            reached += chunk.num_elements
-        return memory[:reached]
+
+def _place(
+    values: Tensor,
+    start: int,
+    chunk: Chunk,
+    piece: Piece,
+    layout: UnitLayout,
+    updater: Updater,
+    weights: Tensor,
+    state: Tensor,
+) -> None:
+    """Values of a chunk, from its element `start` on, into the weights and the state of its piece."""
+    first = chunk.weights_offset - piece.weights_offset
+    wire = weights[first : first + chunk.num_elements * layout.wire.itemsize].view(layout.wire)
+    if piece.state_bytes:
+        size = updater.state_bytes(chunk.num_elements)
+        updater.initialise(values, wire, state[chunk.state_offset : chunk.state_offset + size], start)
+    else:
+        round_to_wire(values, wire[start : start + values.numel()])
+
+
+def _read_ahead(layouts: Sequence[UnitLayout], source: MasterSource) -> Generator[Tensor, None, None]:
+    """The values of all parts, in order. They are the caller's until it asks for the next."""
+    places = [
+        (layout.spec.params[chunk.tensor].name, chunk.start + start, min(_READ_ELEMENTS, chunk.num_elements - start))
+        for layout in layouts
+        for piece in layout.pieces.pieces
+        for chunk, start in _parts(piece)
+    ]
+
+    def read(name: str, start: int, values: Tensor) -> Tensor:
+        source.read(name, start, values)
+        return values
 
     num = _READERS + 1
     with (
-        open_arena(num * round_up(4 * most)) as arena,
+        open_arena(num * 4 * _READ_ELEMENTS) as arena,
         ThreadPoolExecutor(_READERS, initializer=use_cores, initargs=(1,)) as readers,
     ):
-        free = deque(as_tensor(arena.lease(4 * most).view).view(torch.float32) for _ in range(num))
-        coming: deque[tuple[UnitLayout, int, Tensor, Future[Tensor]]] = deque()
-        for layout, index in places:
+        free = deque(as_tensor(arena.lease(4 * _READ_ELEMENTS).view).view(torch.float32) for _ in range(num))
+        coming: deque[tuple[Tensor, Future[Tensor]]] = deque()
+        for name, start, count in places:
             if not free:
                 yield from _arrived(coming, free)
             memory = free.popleft()
-            coming.append((layout, index, memory, readers.submit(read, layout, index, memory)))
+            coming.append((memory, readers.submit(read, name, start, memory[:count])))
         while coming:
             yield from _arrived(coming, free)
 
 
-def _arrived(
-    coming: deque[tuple[UnitLayout, int, Tensor, Future[Tensor]]], free: deque[Tensor]
-) -> Iterator[tuple[UnitLayout, int, Tensor]]:
-    layout, index, memory, values = coming.popleft()
-    yield layout, index, values.result()
+def _arrived(coming: deque[tuple[Tensor, Future[Tensor]]], free: deque[Tensor]) -> Iterator[Tensor]:
+    memory, values = coming.popleft()
+    yield values.result()
     free.append(memory)
 
 

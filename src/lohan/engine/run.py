@@ -47,7 +47,6 @@ from lohan.models.units import Units
 from lohan.optim import LossScale, Updater
 from lohan.plan.activations import Activations
 from lohan.plan.fit import HostBudget, Wishes, staging_bytes
-from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import Plan
 from lohan.plan.schedule import Key
 from lohan.plan.strategies import check_micro_batches, check_strategy
@@ -532,7 +531,7 @@ def open_run(
     weights: Sequence[float] | None = None,
     virtual: VirtualOptions | None = None,
     keep_nothing_in_memory: bool = False,
-    piece_elements: int = PIECE_ELEMENTS,
+    piece_elements: int | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[int], None] | None = None,
     trace: str | Path | None = None,

@@ -22,8 +22,8 @@ from lohan.store.arena import map_memory
 _COPIED_ELEMENTS = 1 << 20
 """At once, to a device with memory of its own."""
 
-_IN_FLIGHT = 8
-"""Pieces of 2 MB under way at once: enough for a drive's full rate. Picked by arithmetic."""
+_IN_FLIGHT = 3
+"""Pieces of up to 17 MB under way at once: enough for a drive's full rate. Picked by arithmetic."""
 
 
 class Weights(Protocol):

@@ -28,10 +28,10 @@ from lohan.store.transfer import describe
 
 PREFIX = "lohan-profile-"
 RECORD_BYTES = 10 << 20
-"""The state of one piece of a parameter."""
+"""About one request of the store (store/requests.py): a piece's state is several, all under way at once."""
 
 IN_FLIGHT = 8
-"""Records under way each way: the slabs a plan has for state."""
+"""Records under way each way: a piece's requests."""
 
 STORE_BYTES = 512 << 20
 """Per drive. Far more than a drive keeps in RAM of its own for data, and written in a second or two."""

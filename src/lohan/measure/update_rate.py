@@ -21,12 +21,12 @@ from lohan.optim import GradNorm, Updater
 from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.store import Arena, open_arena, round_up
 
-_NUM_PIECES = 24
-_BLOCK_PIECES = 12
+_NUM_PIECES = 3
+_BLOCK_PIECES = 2
 """That are updated between two operators of the model, where both run on the same cores: about a block's."""
 
-_NORM_PIECES = 4
-"""A norm is taken of a whole tensor; 4 million elements is a projection of a small model."""
+_NORM_PIECES = 1
+"""A norm is taken of a whole tensor; 8 million elements is a projection of a small model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

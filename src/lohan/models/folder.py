@@ -24,7 +24,7 @@ from lohan.store.arena import PAGE_BYTES, map_memory, round_up
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LENT_BYTES = 4 << 20
-"""The most that lend() gives at once: a piece of a run, in fp32 (plan/pieces.py)."""
+"""The most that lend() gives at once."""
 
 
 class Folder:

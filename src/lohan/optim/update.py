@@ -86,19 +86,20 @@ class Updater:
         }
 
     @torch.no_grad()
-    def initialise(self, values: Tensor, wire_out: Tensor, state: Tensor) -> None:
+    def initialise(self, values: Tensor, wire_out: Tensor, state: Tensor, start: int = 0) -> None:
         """First state of a parameter from its f32 master, or from values of another dtype, exactly as f32.
 
-        `values` may be `wire_out` itself. Moments and the padding between arrays become zero.
+        `values` may be `wire_out` itself, or those from element `start` on; several calls in order do all of them.
+        Moments and the padding between arrays become zero with the first.
         """
-        self._check(wire_out, values)
-        arrays = self.state_views(state, wire_out.numel())
-        state[: self.state_bytes(wire_out.numel())].zero_()
+        part, arrays = self._part(wire_out, state, start, values)
+        if start == 0:
+            state[: self.state_bytes(wire_out.numel())].zero_()
         if "remainder" in arrays and values.dtype == torch.float32 and values.is_contiguous() and self.path == "native":
             assert self._kernel is not None
-            self._kernel.split(values, wire_out, arrays["remainder"])
+            self._kernel.split(values, part, arrays["remainder"])
             return
-        for wire, stored, block in self._blocks(wire_out, arrays, values):
+        for wire, stored, block in self._blocks(part, arrays, values):
             num = wire.numel()
             master = self._scratch.f32("master", num).copy_(block)
             moments = {
@@ -136,11 +137,11 @@ class Updater:
             self._update_by_torch(wire, arrays, grad, within, numbers)
 
     @torch.no_grad()
-    def read_master(self, wire: Tensor, state: Tensor, out: Tensor) -> None:
-        """Write the f32 master into `out`."""
-        self._check(wire, out)
-        for wire_block, arrays, out_block in self._blocks(wire, self.state_views(state, wire.numel()), out):
-            out_block.copy_(self.format.unpack(wire_block, arrays, self._scratch)[0])
+    def read_master(self, wire: Tensor, state: Tensor, out: Tensor, start: int = 0) -> None:
+        """Write the f32 master of as many elements as `out` has, from element `start` on, into it."""
+        part, arrays = self._part(wire, state, start, out)
+        for wire_block, stored, out_block in self._blocks(part, arrays, out):
+            out_block.copy_(self.format.unpack(wire_block, stored, self._scratch)[0])
 
     @torch.no_grad()
     def read_moments(self, wire: Tensor, state: Tensor) -> dict[str, Tensor]:
@@ -176,6 +177,13 @@ class Updater:
         for multiplier in multipliers:
             scaled = torch.mul(scaled, multiplier, out=self._scratch.f32("grad", grad.numel()))
         return scaled
+
+    def _part(self, wire: Tensor, state: Tensor, start: int, other: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The weights from `start` on that `other` goes with, and their arrays."""
+        end = start + other.numel()
+        self._check(wire[start:end], other)
+        arrays = self.state_views(state, wire.numel())
+        return wire[start:end], {name: array[start:end] for name, array in arrays.items()}
 
     def _blocks(
         self, wire: Tensor, arrays: Mapping[str, Tensor], other: Tensor, within: Range | None = None

@@ -23,7 +23,7 @@ from lohan.store.transfer import EndOfFile, describe, read_fully, write_fully
 from lohan.store.versions import Slots, Versions
 
 REQUEST_BYTES = 12 << 20
-"""The state of one update's piece. A drive is no faster with more than 4 MiB at a time (benchmarks/results/
+"""A drive is no faster with more than 4 MiB at a time (benchmarks/results/
 2026-11-16_store_io.md), but every request wakes a thread: with 4 MiB a step that computes on the same cores had a third
 more context switches and took 2 to 4 % longer (benchmarks/results/2026-11-17_engine_threads.md)."""
 

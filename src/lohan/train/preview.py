@@ -25,7 +25,6 @@ from lohan.engine.settings import Settings
 from lohan.errors import ConfigError, StoreFull
 from lohan.estimate.costs import REFERENCE_ENDURANCE_BYTES, costs_of
 from lohan.plan.fit import Wishes, staging_bytes
-from lohan.plan.pieces import PIECE_ELEMENTS
 from lohan.plan.plan import ModelSize, Plan
 from lohan.plan.schedule import Scheduler
 from lohan.profiles import MachineProfile
@@ -151,7 +150,7 @@ def preview(
     with ExitStack() as owned:
         opened = owned.enter_context(open_device(device, memory_bytes=gpu_bytes))
         built = build_model(
-            model, settings, directories, device=opened.name, blocks=None, piece_elements=PIECE_ELEMENTS,
+            model, settings, directories, device=opened.name, blocks=None, piece_elements=None,
             trust_remote_code=trust,
         )  # fmt: skip
         wishes = Wishes(

@@ -31,11 +31,9 @@ from lohan.store.arena import map_memory
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all)."""
 
-# Several stretches of a file are made at once (models/export.py), one behind the other, each of a part of a piece or of
-# a handful of small ones, and the next piece is read ahead. Picked by arithmetic, not measured.
-_PIECES_HELD = 12
-_MOST_HELD = 240 << 20
-"""Bytes held when another piece is fetched: two of the largest, the one that is left and the one that is entered."""
+_MOST_HELD = 80 << 20
+"""Bytes held when more is fetched: two of the largest pieces, as far as they are needed, of which one is being left
+while the next is entered, by several threads at once (models/export.py). Picked by arithmetic, not measured."""
 
 
 def export_run(
@@ -168,16 +166,16 @@ class _Place:
     chunk: Chunk
 
     @property
-    def record(self) -> str:
-        return self.layout.weights_record(self.piece)
+    def key(self) -> tuple[str, int]:
+        return self.layout.weights_record(self.piece), self.chunk.tensor
 
 
 class _Pieces:
-    """The last few pieces that were read, and the next ones on their way. Safe from any thread."""
+    """The last few stretches that were read, and the next ones on their way. Safe from any thread."""
 
     def __init__(self, store: Store, updater: Updater, *, master: bool):
         self._store, self._updater, self._master = store, updater, master
-        self._held: OrderedDict[str, tuple[list[Handle], Tensor, Tensor]] = OrderedDict()
+        self._held: OrderedDict[tuple[str, int], tuple[list[Handle], Tensor, Tensor]] = OrderedDict()
         self._guard, self._combining = threading.Lock(), threading.Lock()
 
     def element_bytes(self, layout: UnitLayout) -> int:
@@ -187,44 +185,57 @@ class _Pieces:
         """The bytes of `count` elements of a stretch, in the dtype that is exported."""
         with self._guard:
             self._fetch(place)
-            self._held.move_to_end(place.record)
-            handles, weights, state = self._held[place.record]
+            self._held.move_to_end(place.key)
+            handles, weights, kept = self._held[place.key]
             if following is not None:
                 self._fetch(following)
         for handle in handles:
             handle.wait()
-        layout, chunk = place.layout, place.chunk
-        piece = layout.pieces.pieces[place.piece]
-        start = chunk.weights_offset - piece.weights_offset
-        wire = weights[start : start + chunk.num_elements * layout.wire.itemsize].view(layout.wire)
+        wire = weights.view(place.layout.wire)[first : first + count]
         if not self._master:
-            return memoryview(wire[first : first + count].view(torch.uint8).numpy().data)
+            return memoryview(wire.view(torch.uint8).numpy().data)
         values = torch.empty(count)
-        if piece.state_bytes:
-            size = self._updater.state_bytes(chunk.num_elements)
+        if place.layout.pieces.pieces[place.piece].state_bytes:
+            size = self._kept_bytes(1)
             with self._combining:  # an updater has memory of its own to work in
-                self._updater.read_master(wire, state[chunk.state_offset : chunk.state_offset + size], values, first)
+                self._updater.join_master(wire, kept[first * size : (first + count) * size], values)
         else:
-            values.copy_(wire[first : first + count])
+            values.copy_(wire)
         return memoryview(values.view(torch.uint8).numpy().data)
 
     def _fetch(self, place: _Place) -> None:
-        if place.record in self._held:
+        if place.key in self._held:
             return
-        while len(self._held) >= _PIECES_HELD or self._held_bytes() > _MOST_HELD:
+        while self._held and self._held_bytes() > _MOST_HELD:
             handles, _, _ = self._held.popitem(last=False)[1]
             for handle in handles:
                 handle.wait()  # memory on its way belongs to the store until then
-        piece = place.layout.pieces.pieces[place.piece]
-        with_state = self._master and piece.state_bytes > 0
-        weights, state = _memory(piece.weights_bytes), _memory(piece.state_bytes if with_state else 0)
-        handles = [self._store.read(place.record, weights.numpy())]
-        if with_state:
-            handles.append(self._store.read(place.layout.state_record(place.piece), state.numpy()))
-        self._held[place.record] = (handles, weights, state)
+        layout, chunk = place.layout, place.chunk
+        piece = layout.pieces.pieces[place.piece]
+        start, size = chunk.weights_offset - piece.weights_offset, chunk.num_elements * layout.wire.itemsize
+        handles, weights = self._read(layout.weights_record(place.piece), start, size)
+        kept = torch.empty(0, dtype=torch.uint8)
+        if self._master and piece.state_bytes and self._kept_bytes(1):
+            size = self._kept_bytes(chunk.num_elements)
+            more, kept = self._read(layout.state_record(place.piece), chunk.state_offset, size)
+            handles += more
+        self._held[place.key] = (handles, weights, kept)
+
+    def _kept_bytes(self, num_elements: int) -> int:
+        """Of a state's first array, which is all of it that a master needs."""
+        dtype = self._updater.master_dtype
+        return 0 if dtype is None else num_elements * dtype.itemsize
+
+    def _read(self, record: str, start: int, num_bytes: int) -> tuple[list[Handle], Tensor]:
+        """Bytes of a record, on their way; the store reads whole chunks of it."""
+        step, total = self._store.layout.chunk_bytes, self._store.layout.num_bytes(record)
+        begin, end = start // step * step, min(total, round_up(start + num_bytes, step))
+        memory = _memory(end - begin)
+        handle = self._store.read(record, memory.numpy(), offset=begin, num_bytes=end - begin)
+        return [handle], memory[start - begin : start - begin + num_bytes]
 
     def _held_bytes(self) -> int:
-        return sum(weights.nbytes + state.nbytes for _, weights, state in self._held.values())
+        return sum(weights.nbytes + kept.nbytes for _, weights, kept in self._held.values())
 
     def close(self) -> None:
         self._store.drain()

@@ -92,7 +92,10 @@ class Updater:
         `values` may be `wire_out` itself, or those from element `start` on; several calls in order do all of them.
         Moments and the padding between arrays become zero with the first.
         """
-        part, arrays = self._part(wire_out, state, start, values)
+        end = start + values.numel()
+        part = wire_out[start:end]
+        self._check(part, values)
+        arrays = {name: array[start:end] for name, array in self.state_views(state, wire_out.numel()).items()}
         if start == 0:
             state[: self.state_bytes(wire_out.numel())].zero_()
         if "remainder" in arrays and values.dtype == torch.float32 and values.is_contiguous() and self.path == "native":
@@ -137,10 +140,25 @@ class Updater:
             self._update_by_torch(wire, arrays, grad, within, numbers)
 
     @torch.no_grad()
-    def read_master(self, wire: Tensor, state: Tensor, out: Tensor, start: int = 0) -> None:
-        """Write the f32 master of as many elements as `out` has, from element `start` on, into it."""
-        part, arrays = self._part(wire, state, start, out)
-        for wire_block, stored, out_block in self._blocks(part, arrays, out):
+    def read_master(self, wire: Tensor, state: Tensor, out: Tensor) -> None:
+        """Write the f32 master into `out`."""
+        self._read_master(wire, self.state_views(state, wire.numel()), out)
+
+    @torch.no_grad()
+    def join_master(self, wire: Tensor, kept: Tensor, out: Tensor) -> None:
+        """The same for some elements, of which `kept` is what master_dtype speaks of, in bytes."""
+        first = self._specs[:1] if self.master_dtype is not None else ()
+        self._read_master(wire, {spec.name: kept.view(spec.dtype) for spec in first}, out)
+
+    @property
+    def master_dtype(self) -> torch.dtype | None:
+        """Of the array that, with the weight, makes a master: the first of a state. None: the weight is the master."""
+        first = self._specs[0]
+        return first.dtype if first.name in ("remainder", "master") else None
+
+    def _read_master(self, wire: Tensor, arrays: Mapping[str, Tensor], out: Tensor) -> None:
+        self._check(wire, out)
+        for wire_block, stored, out_block in self._blocks(wire, arrays, out):
             out_block.copy_(self.format.unpack(wire_block, stored, self._scratch)[0])
 
     @torch.no_grad()
@@ -177,13 +195,6 @@ class Updater:
         for multiplier in multipliers:
             scaled = torch.mul(scaled, multiplier, out=self._scratch.f32("grad", grad.numel()))
         return scaled
-
-    def _part(self, wire: Tensor, state: Tensor, start: int, other: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The weights from `start` on that `other` goes with, and their arrays."""
-        end = start + other.numel()
-        self._check(wire[start:end], other)
-        arrays = self.state_views(state, wire.numel())
-        return wire[start:end], {name: array[start:end] for name, array in arrays.items()}
 
     def _blocks(
         self, wire: Tensor, arrays: Mapping[str, Tensor], other: Tensor, within: Range | None = None

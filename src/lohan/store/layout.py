@@ -93,6 +93,10 @@ class Layout:
                 f"{self.records[0].name!r}."
             ) from None
 
+    def num_bytes(self, name: str) -> int:
+        """The size of a record."""
+        return self.records[self.record(name)].num_bytes
+
     def has(self, name: str) -> bool:
         """Whether there is a record of this name."""
         return name in self._index

@@ -15,7 +15,7 @@ PAGE_BYTES = 4096
 ALIGN_BYTES = 64
 PIECE_ELEMENTS = 8 << 20
 """A state read of about 84 MB: small enough to have several under way, and so large that what a piece costs beside its
-bytes (four operations, each with threads to wake) is little. With an eighth of it a step on two cores took 16 to 20 %
+bytes (four operations, each with threads to wake) is little. With an eighth of it a step on two cores took 11 to 20 %
 longer: benchmarks/results/2026-11-18_pieces.md."""
 
 

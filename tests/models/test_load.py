@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import lohan
 from lohan.engine import create
+from lohan.engine import load as filling
 from lohan.engine.run_folder import read_run_folder
 from lohan.errors import ConfigError, ModelError
 from lohan.models import load
@@ -83,6 +84,24 @@ def test_loading_leaves_torch_the_cores_it_had(tmp_path: Path) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("frozen", [None, "layers.1"])
+def test_a_piece_arrives_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: str | None) -> None:
+    """As any tensor of more than a million elements does."""
+    source = tiny_model_folder("llama", tmp_path / "source")
+    monkeypatch.setattr(filling, "_READ_ELEMENTS", 1024)
+    load(source, ssd=tmp_path / "run", frozen=frozen)
+    expected = load_file(source / "model.safetensors")
+    with lohan.open_run(ssd=tmp_path / "run", host_memory="200MB", device="cpu", frozen=frozen) as run:
+        weights = dict(run.read_weights())
+        state = {name: (master, moments) for name, master, moments in run.read_state()}
+    assert len(state) == sum(frozen is None or frozen not in name for name in weights)
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
+    for name, (master, moments) in state.items():
+        assert torch.equal(master, expected[name]), name
+        assert not any(moment.any() for moment in moments.values()), name
 
 
 def test_a_run_goes_on_with_the_pieces_it_was_made_with(tmp_path: Path) -> None:

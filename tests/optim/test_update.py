@@ -44,6 +44,14 @@ def test_a_state_can_be_begun_part_by_part(name, dtype):
     assert all(torch.equal(*pair) for pair in zip((wire, state), new_state(updater, master), strict=True))
 
 
+def test_without_moments_a_weight_of_fp32_is_all_there_is():
+    updater = Updater(SGD(), get_format("fp32"), FP32)
+    out = torch.empty(5)
+    updater.join_master(torch.arange(5.0), torch.empty(0, dtype=torch.uint8), out)
+    assert updater.master_dtype is None
+    assert torch.equal(out, torch.arange(5.0))
+
+
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_any_part_of_the_master_can_be_read(name, dtype):
     updater = Updater(AdamW(), get_format(name), dtype, block_elements=4096)

@@ -128,7 +128,7 @@ def _own_pieces(directories: Sequence[Path]) -> int | None:
     for directory in directories:
         try:
             return read_run_folder(directory).info.piece_elements
-        except LohanError:
+        except (LohanError, OSError):
             continue  # what is wrong with it is told when it is opened
     return None
 

@@ -109,13 +109,13 @@ def export_store(
         wire_dtype=wire_dtype(folder.info),
     )
     updater = Updater(settings.make_optimizer(), settings.make_format(), settings.wire)
-    pieces = _Pieces(store, updater, master=master)
+    stretches = _Stretches(store, updater, master=master)
     tensors = [
         ExportTensor(
             param.name,
             torch.float32 if master else layout.wire,
             param.shape,
-            _reader(pieces, layout, index),
+            _reader(stretches, layout, index),
         )
         for layout in folder.layouts(updater)
         for index, param in enumerate(layout.spec.params)
@@ -127,11 +127,11 @@ def export_store(
             stored = _counted(stored, progress)
         export_folder(out, folder.model_folder, stored, dtype=wanted, max_shard_bytes=max_shard_bytes)
     finally:
-        pieces.close()
+        stretches.close()
         origin.folder.close()
 
 
-def _reader(pieces: _Pieces, layout: UnitLayout, tensor: int) -> Reader:
+def _reader(stretches: _Stretches, layout: UnitLayout, tensor: int) -> Reader:
     places = [
         _Place(layout, index, chunk)
         for index, piece in enumerate(layout.pieces.pieces)
@@ -141,14 +141,14 @@ def _reader(pieces: _Pieces, layout: UnitLayout, tensor: int) -> Reader:
     starts = [place.chunk.start for place in places]
 
     def read(into: memoryview, start_byte: int, num_bytes: int) -> None:
-        size = pieces.element_bytes(layout)
+        size = stretches.element_bytes(layout)
         reached, end = start_byte // size, (start_byte + num_bytes) // size
         index = bisect_right(starts, reached) - 1
         while reached < end:
             place = places[index]
             inside = reached - place.chunk.start
             count = min(place.chunk.num_elements - inside, end - reached)
-            values = pieces.get(place, inside, count, places[index + 1] if index + 1 < len(places) else None)
+            values = stretches.get(place, inside, count, places[index + 1] if index + 1 < len(places) else None)
             first = (reached - start_byte // size) * size
             # By numpy, which lets other threads go on meanwhile.
             np.frombuffer(into, np.uint8)[first : first + count * size] = np.frombuffer(values, np.uint8)
@@ -170,7 +170,7 @@ class _Place:
         return self.layout.weights_record(self.piece), self.chunk.tensor
 
 
-class _Pieces:
+class _Stretches:
     """The last few stretches that were read, and the next ones on their way. Safe from any thread."""
 
     def __init__(self, store: Store, updater: Updater, *, master: bool):

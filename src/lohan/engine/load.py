@@ -61,11 +61,8 @@ def fill_store(
             for index, piece in enumerate(layout.pieces.pieces):
                 if len(pending) == _IN_FLIGHT:
                     _finish(pending)
-                buffer = pool.lease()
-                split = round_up(piece.weights_bytes)
-                weights, state = buffer.tensor[:split], buffer.tensor[split : split + round_up(piece.state_bytes)]
-                for chunk, start in _parts(piece):
-                    _place(next(parts), start, chunk, piece, layout, updater, weights, state)
+                buffer, split = pool.lease(), round_up(piece.weights_bytes)
+                _fill(buffer.tensor[:split], buffer.tensor[split:], piece, layout, updater, parts)
                 handles = [store.write(layout.weights_record(index), buffer.view[:split])]
                 if piece.state_bytes:
                     view = buffer.view[split : split + round_up(piece.state_bytes)]
@@ -83,24 +80,18 @@ def _parts(piece: Piece) -> Iterator[tuple[Chunk, int]]:
     return ((chunk, start) for chunk in piece.chunks for start in range(0, chunk.num_elements, _READ_ELEMENTS))
 
 
-def _place(
-    values: Tensor,
-    start: int,
-    chunk: Chunk,
-    piece: Piece,
-    layout: UnitLayout,
-    updater: Updater,
-    weights: Tensor,
-    state: Tensor,
+def _fill(
+    weights: Tensor, state: Tensor, piece: Piece, layout: UnitLayout, updater: Updater, parts: Iterator[Tensor]
 ) -> None:
-    """Values of a chunk, from its element `start` on, into the weights and the state of its piece."""
-    first = chunk.weights_offset - piece.weights_offset
-    wire = weights[first : first + chunk.num_elements * layout.wire.itemsize].view(layout.wire)
-    if piece.state_bytes:
-        size = updater.state_bytes(chunk.num_elements)
-        updater.initialise(values, wire, state[chunk.state_offset : chunk.state_offset + size], start)
-    else:
-        round_to_wire(values, wire[start : start + values.numel()])
+    """The weights and the state of a piece, from its parts."""
+    for chunk, start in _parts(piece):
+        values, first = next(parts), chunk.weights_offset - piece.weights_offset
+        wire = weights[first : first + chunk.num_elements * layout.wire.itemsize].view(layout.wire)
+        if piece.state_bytes:
+            size = updater.state_bytes(chunk.num_elements)
+            updater.initialise(values, wire, state[chunk.state_offset : chunk.state_offset + size], start)
+        else:
+            round_to_wire(values, wire[start : start + values.numel()])
 
 
 def _read_ahead(layouts: Sequence[UnitLayout], source: MasterSource) -> Generator[Tensor, None, None]:

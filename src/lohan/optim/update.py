@@ -153,8 +153,7 @@ class Updater:
     @property
     def master_dtype(self) -> torch.dtype | None:
         """Of the array that, with the weight, makes a master: the first of a state. None: the weight is the master."""
-        first = self._specs[0]
-        return first.dtype if first.name in ("remainder", "master") else None
+        return next((spec.dtype for spec in self._specs[:1] if spec.name in ("remainder", "master")), None)
 
     def _read_master(self, wire: Tensor, arrays: Mapping[str, Tensor], out: Tensor) -> None:
         self._check(wire, out)

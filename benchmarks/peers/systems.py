@@ -90,7 +90,7 @@ _ALL = (
     _ours("lohan", "this project: bf16 wire, split state", exact=False, whole_batch=False),
     _ours(
         "lohan-fp32", "the same with an fp32 wire: as many bytes for a weight as the peers", whole_batch=False,
-        host_bytes=_memory(1.2, 3_100_000_000), options={"strategy": "lohan", "wire_dtype": "fp32"},
+        host_bytes=_memory(1.2, 2_850_000_000), options={"strategy": "lohan", "wire_dtype": "fp32"},
     ),
     _ours(
         "lohan-paper", "LoHan as published, in our engine: one batch, one state at a time, a barrier", exact=False,

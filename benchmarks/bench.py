@@ -27,6 +27,7 @@ import json
 import math
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -230,7 +231,7 @@ def turn_of(number: int, said: Sequence[dict[str, Any]], num_counted: int) -> Tu
     more = {key: value for key, value in counted[-1].items() if key in _MORE}
     if "busy_seconds" in counted[-1]:
         for name in ("compute", "update"):
-            more[f"{name}_seconds"] = min(step["busy_seconds"][name] for step in counted)
+            more[f"{name}_seconds"] = statistics.median(step["busy_seconds"][name] for step in counted)
     return Turn(
         round=number,
         seconds=[step["seconds"] for step in counted],

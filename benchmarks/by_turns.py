@@ -56,7 +56,7 @@ def main() -> None:
             source, *variables = rest.split(",")
             job = Job(
                 folder=str(model), directory=str(folder / str(number)), shape=options.parameters, tokens=options.tokens,
-                micro_batch_tokens=system.micro_batch_tokens(options.tokens),
+                micro_batch_tokens=system.micro_batch_tokens(options.parameters, options.tokens),
                 options={**system.options_for(options.parameters), "machine": str(machine)},
             )  # fmt: skip
             environment = dict(one.split("=", 1) for one in variables)

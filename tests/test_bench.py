@@ -134,6 +134,21 @@ def test_an_update_the_other_way_is_found_wrong(tmp_path, moved, ok):
     assert found["wrong_tensors"] == (0 if ok else 2)
 
 
+def test_a_step_whose_cores_the_host_took_counts_only_if_no_calmer_one_can_be_had():
+    def said(number: int, stolen: float) -> dict[str, float]:
+        return {
+            "number": number, "seconds": float(number), "loss": 1.0, "peak_rss": 1, "read_bytes": 0, "write_bytes": 0,
+            "stolen": stolen,
+        }  # fmt: skip
+
+    # The first is warm-up. Calm steps count in their order, however calm; then the ones with the least stolen.
+    steps = [said(1, 0.0), said(2, 0.3), said(3, 0.015), said(4, 0.1), said(5, 0.0)]
+    assert bench.turn_of(1, steps, 1, 2).seconds == [3.0, 5.0]
+    assert bench.turn_of(1, steps[:4], 1, 1).seconds == [3.0]
+    found = bench.turn_of(1, steps, 1, 3)
+    assert (found.seconds, found.stolen) == ([3.0, 5.0, 4.0], 0.1)
+
+
 def test_a_worker_that_ends_early_says_why(tmp_path):
     (tmp_path / "empty").mkdir()
     job = Job(

@@ -37,6 +37,9 @@ class Turn:
     more: dict[str, Any] = field(default_factory=dict)
     """What only some systems say of their last step."""
 
+    stolen: float = 0.0
+    """Of the cores' time, by the host of a virtual machine: the most in any counted step."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Record:

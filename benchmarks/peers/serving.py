@@ -64,21 +64,24 @@ Load = Callable[[Job], AbstractContextManager[System]]
 
 
 class Meter:
-    """Seconds, peak RSS and drive traffic of one piece of work."""
+    """Seconds, peak RSS and drive traffic of one piece of work, and what others took of the cores meanwhile."""
 
     def __init__(self) -> None:
         _forget_peak()
         self._read, self._written = _traffic()
+        self._stolen, self._ticks = _stolen_ticks()
         self._started = time.perf_counter()
 
     def read(self) -> dict[str, float]:
         seconds = time.perf_counter() - self._started
         read, written = _traffic()
+        stolen, ticks = _stolen_ticks()
         return {
             "seconds": seconds,
             "peak_rss": peak_rss(),
             "read_bytes": read - self._read,
             "write_bytes": written - self._written,
+            "stolen": (stolen - self._stolen) / max(1, ticks - self._ticks),
         }
 
 
@@ -145,6 +148,12 @@ def _forget_peak() -> None:
 def _traffic() -> tuple[int, int]:
     found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(found["read_bytes"]), int(found["write_bytes"])
+
+
+def _stolen_ticks() -> tuple[int, int]:
+    """What the host of a virtual machine gave to others while we wanted to run, and all time, over all cores."""
+    counts = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (counts[7] if len(counts) > 7 else 0), sum(counts)
 
 
 def sync(folder: Path) -> None:

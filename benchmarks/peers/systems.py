@@ -17,9 +17,10 @@ the SSD in every step; what is left of this buys room on the way, not residency.
 IN_MEMORY_BYTES = {"tiny": 1_000_000_000, "60M": 4_000_000_000, "250M": 8_000_000_000, "1B": 18_000_000_000}
 """Enough for everything to stay in RAM: for the limit of the cores."""
 
-MICRO_BATCH_TOKENS = 1024
-"""Of our runs, which take a step's micro-batches unit by unit, so that weights cross once however many there are.
-Everybody else gets the step's tokens as one batch: more would make the peers read every parameter again for each."""
+MICRO_BATCH_TOKENS = {"1B": 512}
+"""Of our runs, by shape, else 1,024: more would not fit below 3.5 GB at 1B. They take a step's micro-batches unit by
+unit, so that weights cross once however many there are. Everybody else gets the step's tokens as one batch: more would
+make the peers read every parameter again for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +58,8 @@ class System:
             return {"host_memory": IN_MEMORY_BYTES[shape], **self.options}
         return {"host_memory": self.host_bytes[shape], **self.options}
 
-    def micro_batch_tokens(self, tokens: int) -> int:
-        return tokens if self.whole_batch else min(tokens, MICRO_BATCH_TOKENS)
+    def micro_batch_tokens(self, shape: str, tokens: int) -> int:
+        return tokens if self.whole_batch else min(tokens, MICRO_BATCH_TOKENS.get(shape, 1024))
 
 
 def _memory(share: float, largest: int) -> dict[str, int]:

@@ -18,6 +18,11 @@ class ConfigError(LohanError):
 class PlanInfeasible(LohanError):
     """The budgets cannot hold the run."""
 
+    def __init__(self, message: str, *, least_bytes: int | None = None):
+        super().__init__(message)
+        self.least_bytes = least_bytes
+        """Of host memory, that would do; None where the message speaks of something else."""
+
 
 class ModelError(LohanError):
     """A model, or the folder it comes from or goes to, that cannot be used as it is."""

@@ -284,6 +284,19 @@ def test_a_budget_that_is_too_small_names_one_that_works(zoo_folder, folder_in_m
         assert run.step(step).step == 1
 
 
+def test_block_inputs_wait_on_ssd_where_host_memory_is_short(zoo_folder, folder_in_memory):
+    folder = zoo_folder("llama")
+    data = [zoo.random_batches(257, num_micro_batches=16, batch=2, seq=256, seed=3, step=step) for step in (1, 2)]
+    opened = options(folder, folder_in_memory / "run")
+    with pytest.raises(PlanInfeasible) as refused, open_run(**{**opened, "host_memory": "1MB"}) as run:
+        run.step(data[0])
+    least = round(1.02 * refused.value.least_bytes)  # other needs grow a little with it
+    with open_run(**{**opened, "host_memory": least}) as run:
+        run.step(data[0])
+        assert set(run.plan.inputs) == {"device", "ssd"}
+    assert parity.compare(folder, data, directory=folder_in_memory / "other", run={"host_memory": least}) is None
+
+
 @pytest.mark.parametrize("clip", ["deferred", "speculative"])
 def test_micro_batches_may_grow_and_shrink_between_steps(clip, zoo_folder, folder_in_memory):
     sizes = [(1, 8), (2, 8), (1, 16), (3, 16), (1, 4)]

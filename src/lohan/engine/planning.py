@@ -103,10 +103,8 @@ class Planning:
             separate_memory=self._device.separate_memory, head_chunks=chunks,
         )  # fmt: skip
         wishes = replace(self._wishes, micro_batches=num)
-        if wishes.activations == Activations():
-            inputs = tuple("host" if unit.kind == "block" else "device" for unit in size.units)
-            wishes = replace(wishes, activations=Activations(inputs=inputs))
-        plan = replace(fit_plan(size, budget, wishes), head_chunks=chunks)
+        plan, wishes = _fitted(size, budget, wishes)
+        plan = replace(plan, head_chunks=chunks)
         needs = self._needs(rehearsal, plan, rows * tokens, num)
         limit = self._device.memory_budget
         if needs is not None and limit is not None and needs.total_bytes > limit:
@@ -258,3 +256,18 @@ class Planning:
         plan = Plan(separate_memory=True, inputs=inputs, head_chunks=self._chunks(rows * tokens))
         needs = self._needs(rehearsal, plan, rows * tokens, num)
         return needs is not None and needs.total_bytes <= limit
+
+
+def _fitted(size: ModelSize, budget: HostBudget, wishes: Wishes) -> tuple[Plan, Wishes]:
+    """The plan as wished for. Unless activations were, block inputs wait in host memory, or on SSD if it is short."""
+    if wishes.activations != Activations():
+        return fit_plan(size, budget, wishes), wishes
+    refusals: list[PlanInfeasible] = []
+    for tier in ("host",) if wishes.strategy == "in-memory" else ("host", "ssd"):
+        inputs = tuple(tier if unit.kind == "block" else "device" for unit in size.units)
+        wishes = replace(wishes, activations=Activations(inputs=inputs))
+        try:
+            return fit_plan(size, budget, wishes), wishes
+        except PlanInfeasible as refusal:
+            refusals.append(refusal)
+    raise min(refusals, key=lambda refusal: refusal.least_bytes or 0)

@@ -130,7 +130,8 @@ def fit_plan(model: ModelSize, budget: HostBudget, wishes: Wishes) -> Plan:
             f"host_memory is {format_bytes(budget.total)} and this run needs at least {format_bytes(least)}: "
             f"{format_bytes(needed + waiting - activations)} between SSD and device, {format_bytes(budget.compute)} to "
             f"compute, {format_bytes(activations)} for activations that wait for backward.\n"
-            f"Set host_memory to {format_bytes(least * 1.02)} or more, or use fewer or shorter micro-batches."
+            f"Set host_memory to {format_bytes(least * 1.02)} or more, or use fewer or shorter micro-batches.",
+            least_bytes=least,
         )
     for better in (
         {"state_slabs": 4},

@@ -42,6 +42,7 @@ from peers.driving import Worker, WorkerFailed
 from peers.findings import (
     FOLDER_HEADINGS,
     HEADINGS,
+    MOST_STOLEN,
     Findings,
     Record,
     Turn,
@@ -62,9 +63,6 @@ STAY_OPEN_PARAMETERS = 100_000_000
 
 WARM_UP, COUNTED = 2, 2
 """Steps of a turn after a start."""
-
-MOST_STOLEN = 0.02
-"""Of the cores' time in a step that counts, while it may be done again."""
 
 
 class Bench:

@@ -20,6 +20,7 @@ from peers.findings import (
     Record,
     Turn,
     json_rows,
+    limit_line,
     limits_at,
     loss_distance,
     point_rows,
@@ -147,6 +148,12 @@ def test_a_step_whose_cores_the_host_took_counts_only_if_no_calmer_one_can_be_ha
     assert bench.turn_of(1, steps[:4], 1, 1).seconds == [3.0]
     found = bench.turn_of(1, steps, 1, 3)
     assert (found.seconds, found.stolen) == ([3.0, 5.0, 4.0], 0.1)
+
+
+def test_whose_steps_the_host_disturbed_is_told(findings):
+    assert "The host" not in limit_line(findings, ("60M", 1024))
+    findings.find("60M", 1024, "lohan").turns[1].stolen = 0.071
+    assert limit_line(findings, ("60M", 1024)).endswith("more than 2% of the cores in a step of lohan (7%).")
 
 
 def test_a_worker_that_ends_early_says_why(tmp_path):

@@ -17,6 +17,9 @@ from typing import Any
 from peers.systems import ALL, SYSTEMS, System
 from peers.workloads import num_parameters
 
+MOST_STOLEN = 0.02
+"""Of the cores' time, by the host of a virtual machine, before a step is worth doing again."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
@@ -275,13 +278,18 @@ def folder_rows(findings: Findings, point: tuple[str, int]) -> list[list[str]]:
 
 
 def limit_line(findings: Findings, point: tuple[str, int]) -> str:
+    """What the resources do alone, and whose steps the host of a virtual machine disturbed."""
     limits = limits_at(findings, point)
+    here = [one for one in findings.records if one.point == point]
+    noisy = [(one.system, max((turn.stolen for turn in one.turns), default=0.0)) for one in here]
+    said = ", ".join(f"{name} ({share:.0%})" for name, share in noisy if share > MOST_STOLEN)
+    noise = f" The host took more than {MOST_STOLEN:.0%} of the cores in a step of {said}." if said else ""
     if limits is None:
-        return "The limit was not measured."
+        return f"The limit was not measured.{noise}"
     return (
         f"Alone: computing {limits.compute_seconds:.2f} s, updating {limits.update_seconds:.2f} s, checksums "
         f"{limits.checksum_bytes_per_second / 1e9:.1f} GB/s, drive "
-        f"{limits.drive_bytes_per_second / 1e9:.2f} GB/s both ways together."
+        f"{limits.drive_bytes_per_second / 1e9:.2f} GB/s both ways together.{noise}"
     )
 
 

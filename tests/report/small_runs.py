@@ -13,7 +13,7 @@ from lohan.train.config import TrainConfig
 
 MACHINE = MachineProfile(
     name="desk", gpu_name="cpu", gpu_flops_per_second=4e9, gpu_memory_bytes=8 * 10**9, separate_memory=False,
-    to_gpu_bytes_per_second=1e12, to_host_bytes_per_second=1e12, host_memory_bytes=8 * 10**9,
+    to_gpu_bytes_per_second=1e10, to_host_bytes_per_second=1e10, host_memory_bytes=8 * 10**9,
     drives=(DriveProfile(read_bytes_per_second=2e9, write_bytes_per_second=1e9, endurance_bytes=6e14),),
     update_parameters_per_second=2e8,
 )  # fmt: skip

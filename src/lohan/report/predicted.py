@@ -105,10 +105,23 @@ def activation_curve(
         last = len(along) - 1
         for index in sorted({round(i * last / (_SIMULATED_POINTS - 1)) for i in range(_SIMULATED_POINTS)}):
             changed = with_activations(size, plan, along[index].activations, micro_batches)
+            if not _fits(planned, changed):
+                continue
             curve[index]["simulated"] = _simulated(planned, machine, micro_batches, changed)
     chosen = _place(planned, machine, micro_batches, Activations(inputs=plan.inputs, kept=plan.kept))
     chosen["simulated"] = _simulated(planned, machine, micro_batches, plan)
     return {"swapped": machine.separate_memory, "points": curve, "chosen": chosen}
+
+
+def _fits(planned: Planned, plan: Plan) -> bool:
+    """With nothing of the model in RAM: slabs through which activations go to SSD take some, too."""
+    bare = _with_nothing_resident(planned, plan)
+    return staging_bytes(planned.size, bare) <= planned.budget.staging
+
+
+def _with_nothing_resident(planned: Planned, plan: Plan) -> Plan:
+    empty = frozenset(unit for unit in plan.resident_weights if not planned.size.units[unit].weights_bytes)
+    return replace(plan, resident_weights=empty, resident_state=empty)
 
 
 def _simulated(planned: Planned, machine: MachineProfile, micro_batches: int, plan: Plan) -> float | None:
@@ -138,11 +151,8 @@ def _place(planned: Planned, machine: MachineProfile, micro_batches: int, kept: 
 def _room(planned: Planned, micro_batches: int, device_limit: int | None) -> Room:
     """What activations may take where everything else takes the least it can."""
     size, plan, budget = planned.size, planned.plan, planned.budget
-    empty = frozenset(unit for unit in plan.resident_weights if not size.units[unit].weights_bytes)
-    least = replace(
-        plan, host_bytes=0, weights_slabs=4, state_slabs=8, transit_slabs=0, resident_weights=empty,
-        resident_state=empty,
-    )  # fmt: skip
+    bare = _with_nothing_resident(planned, plan)
+    least = replace(bare, host_bytes=0, weights_slabs=4, state_slabs=8, transit_slabs=0)
     device = 0
     if planned.needs is not None and device_limit is not None:
         stays = waiting_bytes(size, plan, micro_batches, tier="device")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-HOST_BYTES = {"tiny": 300_000_000, "60M": 700_000_000, "250M": 1_300_000_000, "1B": 3_000_000_000}
+HOST_BYTES = {"tiny": 300_000_000, "60M": 700_000_000, "250M": 1_300_000_000, "1B": 2_700_000_000}
 """host_memory of `lohan`, for every number of tokens: a little more than the least that 4,096 tokens need; at 1B as
 much as keeps the peak of the process below 3.5 GB. As keep_nothing_in_memory is set too, all weights and state cross
 the SSD in every step; what is left of this buys room on the way, not residency."""
@@ -91,7 +91,7 @@ _ALL = (
     _ours("lohan", "this project: bf16 wire, split state", exact=False, whole_batch=False),
     _ours(
         "lohan-fp32", "the same with an fp32 wire: as many bytes for a weight as the peers", whole_batch=False,
-        host_bytes=_memory(1.2, 2_850_000_000), options={"strategy": "lohan", "wire_dtype": "fp32"},
+        host_bytes=_memory(1.2, HOST_BYTES["1B"]), options={"strategy": "lohan", "wire_dtype": "fp32"},
     ),
     _ours(
         "lohan-paper", "LoHan as published, in our engine: one batch, one state at a time, a barrier", exact=False,

@@ -295,7 +295,9 @@ def print_tables(findings: Findings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="60M parameters, 512 tokens, 2 rounds, no turn after 8 minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="60M parameters, 512 tokens, 2 rounds, no turn after 8 minutes"
+    )
     parser.add_argument("--parameters", nargs="+", choices=list(SHAPES), default=["60M", "250M", "1B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 4096])
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))

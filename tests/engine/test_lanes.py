@@ -260,6 +260,28 @@ def test_inside_its_own_task_the_caller_serves_until_what_it_needs_is_there(with
     assert free
 
 
+def test_inside_its_own_task_the_caller_does_what_can_run_and_waits_for_nothing(with_service):
+    log, here = [], threading.current_thread()
+    gates = threading.Event(), threading.Event()
+    soon, late = (
+        task(name, "b", run=lambda g=g: g.wait(5) and None) for name, g in zip(("soon", "late"), gates, strict=True)
+    )
+    ready = [task(n, "served", [soon], lambda n=n: log.append((n, threading.current_thread()))) for n in (1, 2)]
+    behind = task("behind", "served", [late], lambda: log.append(("behind", here)))
+
+    def lets_in():
+        gates[0].set()
+        soon.wait()
+        with_service.serve_ready()
+        log.append(("mine", here))
+        gates[1].set()
+
+    mine = task("mine", "mine", run=lets_in)
+    with_service.put([soon, late, *ready, behind, mine])
+    with_service.wait(behind)
+    assert log == [(1, here), (2, here), ("mine", here), ("behind", here)]
+
+
 def test_a_failure_ends_the_service(with_service):
     def fail():
         raise ValueError("the drive")
@@ -303,6 +325,17 @@ def test_a_failure_wakes_whoever_waits_for_a_slab():
         pool.fail(ValueError("stop"))
         waiting.join(10)
         assert len(caught) == 1
+
+
+def test_a_pool_is_exhausted_when_all_its_slabs_are_out_and_never_when_it_has_none():
+    with open_arena(1 << 20) as arena:
+        pool = Pool(arena, 4096, 1)
+        assert not pool.is_exhausted()
+        slab = pool.lease()
+        assert pool.is_exhausted()
+        slab.release()
+        assert not pool.is_exhausted()
+        assert not Pool(arena, 0, 3).is_exhausted()
 
 
 def test_free_slabs_are_poisoned_when_asked_for():

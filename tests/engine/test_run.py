@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import small_models
@@ -89,6 +90,38 @@ def test_on_shared_cores_the_thread_that_computes_also_updates(zoo_folder, tmp_p
     here = sum(one == (threading.current_thread(), True) for one in during)
     assert here > len(during) / 2  # what is left between two steps is the lane's own thread's
     assert all((thread is threading.current_thread()) == in_team for thread, in_team in threads)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("clip", ["auto", "speculative"])
+def test_updates_let_into_a_blocks_backward_change_no_bit(zoo_folder, folder_in_memory, monkeypatch, name, clip):
+    inside, updates, plain_let, plain_update = [False], [], Engine._let_updates_in, Engine._update
+
+    def let(engine):
+        lane = engine.lanes._lanes["cpu_update"]
+        until = time.monotonic() + 0.02  # long enough for a piece's state to arrive, mostly
+        while not (lane._tasks and lane._tasks[0].can_run()) and time.monotonic() < until:
+            time.sleep(0.001)
+        inside[0] = True
+        plain_let(engine)
+        inside[0] = False
+
+    def update(engine, op):
+        updates.append((inside[0], op.key.unit))
+        plain_update(engine, op)
+
+    monkeypatch.setattr(Engine, "_let_updates_in", let)
+    monkeypatch.setattr(Engine, "_update", update)
+    paths = []
+    difference = parity.compare(
+        zoo_folder(name), parity.batches(3, 2), directory=folder_in_memory,
+        run={"keep_nothing_in_memory": True, "clip": clip}, plan=lambda size, plan: replace(plan, state_slabs=2),
+        settings={"max_grad_norm": None if clip == "auto" else 1.0},
+        watch=lambda run: paths.append(run._updater.path),
+    )  # fmt: skip
+    assert difference is None
+    if paths[-1] == "native":  # where there is no compiler nothing is let in
+        assert sum(within for within, _ in updates) > len(updates) / 10
 
 
 def test_a_step_inside_no_grad_and_autocast_is_the_same_step(zoo_folder, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -89,6 +89,9 @@ class Compute:
             for p in units.embedding.params
             if all(isinstance(model.get_submodule(path), nn.Embedding) for path, _ in p.places[:1])
         }
+        self.between_gradients: Callable[[], None] | None = None
+        """Called in a block's backward whenever the gradient of one of its weights is made."""
+
         # -- one step's state
         self._paused: list[PausedForward] = []
         self._results: list[Any] = []
@@ -334,6 +337,9 @@ class Compute:
             return
         if micro_batch == 0:
             self._install(unit, weights, leaves=True)
+            if self.between_gradients is not None:
+                for leaf in self._leaves.get(unit, {}).values():
+                    leaf.register_post_accumulate_grad_hook(self._gradient_grew)  # type: ignore[no-untyped-call]
         block = unit - 1
         self.device.seed(unit_seed(self._seed, self._step, micro_batch, unit))
         cut.backward(block, lambda call, args, kwargs: self._recompute(block, call, args, kwargs))
@@ -341,6 +347,10 @@ class Compute:
             self._check_finite(cut, micro_batch, unit)
         if micro_batch == len(self.cuts) - 1:
             self._installer.uninstall_all()
+
+    def _gradient_grew(self, leaf: Tensor) -> None:
+        assert self.between_gradients is not None
+        self.between_gradients()
 
     def _recompute(self, block: int, call: SavedCall, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
         run = self._stops.originals[block]

@@ -105,7 +105,7 @@ class Engine:
         self._device_gradients: dict[int, Tensor] = {}
         self._undo: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._arena = arena
-        self._cores: AbstractContextManager[Any] = nullcontext() if device.separate_memory else threading.Lock()
+        self._cores: AbstractContextManager[Any] = nullcontext() if device.separate_memory else threading.RLock()
         self.scheduler = Scheduler(model, plan)
         self._make_pools(arena)
         self._load_residents(arena)
@@ -116,6 +116,10 @@ class Engine:
         # whatever else that thread computes: see cores.py.
         serves = () if device.separate_memory else ("cpu_update",)
         self.lanes = Lanes(LANES, on_failure=self._fail_pools, callers="gpu", serves=serves)
+        # Without native kernels, and with a loss scale, updates and norms take memory of their own, for which a block's
+        # backward has no room.
+        small = updater.path == "native" and updater.wire_dtype != torch.float16
+        compute.between_gradients = self._let_updates_in if serves and small else None
 
     def _make_pools(self, arena: Arena) -> None:
         plan, units = self.plan, range(len(self.layouts))
@@ -292,6 +296,17 @@ class Engine:
         if last:
             self._free_weights(op, "b", unit)
         self._relieve(step_over=last and unit == 0)
+
+    def _let_updates_in(self) -> None:
+        """Inside a block's backward, on `cpu`: where the drive waits for room for state, updates that can run go first.
+
+        Otherwise the end of the block is soon enough. With few slabs it is not: the drive would stand still until then.
+        """
+        if not self._state_pool.is_exhausted():
+            return
+        started = time.perf_counter()
+        self.lanes.serve_ready()
+        self.busy_seconds["compute"] -= time.perf_counter() - started
 
     def _relieve(self, *, step_over: bool) -> None:
         """Between two micro-batches, or two steps."""

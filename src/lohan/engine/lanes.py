@@ -130,6 +130,11 @@ class Lanes:
                     self._something_ended.wait()
             self.run(task)
 
+    def serve_ready(self) -> None:
+        """Inside a task of the caller's lane: do what is served and can run now, and wait for nothing."""
+        while (task := self._served_task()) is not None:
+            self.run(task)
+
     @property
     def on_callers_thread(self) -> bool:
         """Whether it is the thread in wait() that asks."""

@@ -66,6 +66,10 @@ class Pool:
     def has_free(self) -> bool:
         return bool(self._free)
 
+    def is_exhausted(self) -> bool:
+        """Whether there are slabs and all of them are leased: whoever wants one has to wait."""
+        return bool(self._slabs) and not self._free
+
     def give_back(self, buffer: HostBuffer) -> None:
         if self._poison:
             buffer.tensor.fill_(0xFF)

@@ -4,7 +4,8 @@ The rules are the engine's. A lane does its operations in the order given; one s
 lane is free. The drives' lanes only issue: several operations are under way at once, served in the order of issue,
 reads and writes side by side, and slower where too few are under way. Reading needs a slab of its pool and waits for
 one; evict and the end of a write give slabs back. What a later call puts on the lanes starts after the clip of the step
-before, as run.step() does. Without separate memory compute and update take turns; an update that can run goes first.
+before, as run.step() does. Without separate memory compute and update take turns; an update that can run goes first;
+where no slab is left for state it even goes into a block's backward, which stands still meanwhile.
 
 Between two events every rate is constant, so time advances from one end of an operation to the next. The loop keeps
 plain lists and integers: 100,000 operations take about a second.
@@ -121,6 +122,7 @@ def simulate(
     singles = _singles(machine)
     members = [tuple(server for server in range(NUM_SERVERS) if busy >> server & 1) for busy in range(1 << NUM_SERVERS)]
     turns = 0 if machine.separate_memory else 1 << GPU | 1 << CPU
+    lets_in = [op.key.kind == "backward" for op in ops]
     # A plan without slabs for activations on their way has not counted them.
     free = [plan.weights_slabs, plan.state_slabs, plan.gradient_slabs, plan.transit_slabs or len(ops)]
     start, service, end = [0.0] * len(ops), [0.0] * len(ops), [0.0] * len(ops)
@@ -161,7 +163,12 @@ def simulate(
             issues = server in (READ, WRITE)
             while here < limit[lane] and (issues or current[server] < 0):
                 number = order[lane][here]
-                if left[number] or (busy & turns and not issues and 1 << server & turns):
+                if left[number]:
+                    break
+                if (
+                    busy & turns and 1 << server & turns
+                    and not (server == CPU and lets_in[current[GPU]] and not free[_STATE])
+                ):  # fmt: skip
                     break
                 pool = lease[number]
                 if pool >= 0:
@@ -185,12 +192,13 @@ def simulate(
         if not busy:
             break
         # To the next end of anything.
-        rates: Sequence[float] = table[busy]
-        if few := singles[busy & _DRIVES]:
+        at_work = busy ^ 1 << GPU if turns and busy & turns == turns else busy
+        rates: Sequence[float] = table[at_work]
+        if few := singles[at_work & _DRIVES]:
             rates = list(rates)
             for server, single in few:
                 rates[server] = min(rates[server], (1 + len(queues[server])) * single)
-        active = members[busy]
+        active = members[at_work]
         step_seconds, soonest = float("inf"), -1
         for server in active:
             seconds = remaining[server] / rates[server]

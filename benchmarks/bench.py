@@ -122,7 +122,7 @@ class Bench:
 
     def start(self, system: System, shape: str, tokens: int) -> Worker:
         self._started += 1
-        options = system.options_for(shape)
+        options = system.options_for(shape, tokens)
         if system.worker == "lohan_worker" and system.name != "drive":
             options["machine"] = str(self.machine())
         job = Job(

@@ -2,12 +2,13 @@
 
     git worktree add ../before main~3
     python benchmarks/by_turns.py --directory DIR --models DIR --parameters 250M --tokens 256 --rounds 8 \\
-        before=../before/src now=src "short spin=src,GOMP_SPINCOUNT=10000"
+        before=../before/src now=src "short spin=src,GOMP_SPINCOUNT=10000" more=src,host_memory=3200000000
 
-Every variant is a path to the sources and, behind commas, variables of its environment. All are opened at once, each a
-worker of `bench.py` with the same budget and the same machine's profile, and take steps in turn, in changing order, so
-that what the machine does to one it does to all. Prints each one's median step and the median of its steps over the
-first variant's steps of the same rounds; the last line is JSON. All variants must fit in memory together.
+Every variant is a path to the sources and, behind commas, variables of its environment, or host_memory in bytes. All
+are opened at once, each a worker of `bench.py` with its budget and the same machine's profile, and take steps in turn,
+in changing order, so that what the machine does to one it does to all. Prints each one's median step and the median of
+its steps over the first variant's steps of the same rounds; the last line is JSON. All variants must fit in memory
+together.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def main() -> None:
         for number, variant in enumerate(options.variants):
             title, _, rest = variant.partition("=")
             source, *variables = rest.split(",")
+            environment = dict(one.split("=", 1) for one in variables)
+            more = {"host_memory": int(environment.pop("host_memory"))} if "host_memory" in environment else {}
             job = Job(
                 folder=str(model), directory=str(folder / str(number)), shape=options.parameters, tokens=options.tokens,
                 micro_batch_tokens=system.micro_batch_tokens(options.parameters, options.tokens),
-                options={**system.options_for(options.parameters), "machine": str(machine)},
+                options={**system.options_for(options.parameters, options.tokens), "machine": str(machine), **more},
             )  # fmt: skip
-            environment = dict(one.split("=", 1) for one in variables)
             environment["PYTHONPATH"] = f"{Path(source).resolve()}:{HERE}"
             workers[title] = Worker(system, job, environment=environment)
             stack.callback(workers[title].close)

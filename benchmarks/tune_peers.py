@@ -58,7 +58,7 @@ def measure(directory: Path, folder: Path, shape: str, tokens: int, change: dict
     system = SYSTEMS["deepspeed-nvme"]
     job = Job(
         folder=str(folder), directory=str(directory / "run"), shape=shape, tokens=tokens, micro_batch_tokens=tokens,
-        options={**system.options_for(shape), **change},
+        options={**system.options_for(shape, tokens), **change},
     )  # fmt: skip
     try:
         worker = Worker(system, job, timeout_seconds=170)

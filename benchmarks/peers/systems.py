@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 HOST_BYTES = {"tiny": 300_000_000, "60M": 700_000_000, "250M": 1_300_000_000, "1B": 2_700_000_000}
-"""host_memory of `lohan`, for every number of tokens: a little more than the least that 4,096 tokens need; at 1B as
-much as keeps the peak of the process below 3.5 GB. As keep_nothing_in_memory is set too, all weights and state cross
-the SSD in every step; what is left of this buys room on the way, not residency."""
+"""host_memory of `lohan`: a little more than the least that 4,096 tokens need; at 1B as much as keeps the peak of the
+process below 3.5 GB with 4,096 tokens. As keep_nothing_in_memory is set too, all weights and state cross the SSD in
+every step; what is left of this buys room on the way, not residency."""
+
+MORE_FOR_FEW_TOKENS = {"1B": 500_000_000}
+"""On top with up to FEW_TOKENS a step, where computing needs less and the peak stays below 3.5 GB all the same. With
+256 tokens it is room for the state of 8 pieces instead of 2, and 0.855 of the step (2026-11-18_updates_inside.md)."""
+
+FEW_TOKENS = 256
 
 IN_MEMORY_BYTES = {"tiny": 1_000_000_000, "60M": 4_000_000_000, "250M": 8_000_000_000, "1B": 18_000_000_000}
 """Enough for everything to stay in RAM: for the limit of the cores."""
@@ -50,13 +56,14 @@ class System:
     limit_only: bool = False
     """Not a system: a resource, measured alone."""
 
-    def options_for(self, shape: str) -> dict[str, Any]:
-        """Its options for a model of this shape."""
+    def options_for(self, shape: str, tokens: int) -> dict[str, Any]:
+        """Its options for a model of this shape and a step of so many tokens."""
         if self.worker != "lohan_worker":
             return dict(self.options)
         if self.options["strategy"] == "cores":
             return {"host_memory": IN_MEMORY_BYTES[shape], **self.options}
-        return {"host_memory": self.host_bytes[shape], **self.options}
+        more = MORE_FOR_FEW_TOKENS.get(shape, 0) if tokens <= FEW_TOKENS else 0
+        return {"host_memory": self.host_bytes[shape] + more, **self.options}
 
     def micro_batch_tokens(self, shape: str, tokens: int) -> int:
         return tokens if self.whole_batch else min(tokens, MICRO_BATCH_TOKENS.get(shape, 1024))

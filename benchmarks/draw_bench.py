@@ -168,7 +168,10 @@ def _lines(pyplot: Any, findings: Findings, out: Path) -> None:
         axis.set_xlabel(label)
         axis.set_ylabel("seconds per step")
         axis.grid(alpha=0.25)
-    axes.flat[0].legend(frameon=False, fontsize=7)
+    # Not every system has a line in the first panel.
+    named = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    shown = [system for system in SYSTEMS if system in named]
+    axes.flat[0].legend([named[system] for system in shown], shown, frameon=False, fontsize=7)
     figure.savefig(out, dpi=110)
 
 

@@ -166,6 +166,19 @@ def test_a_worker_that_ends_early_says_why(tmp_path):
     assert not (tmp_path / "own").exists()
 
 
+def test_ours_has_more_memory_at_1b_with_few_tokens_and_nobody_else_has():
+    def memory(name: str, shape: str, tokens: int) -> object:
+        return SYSTEMS[name].options_for(shape, tokens).get("host_memory")
+
+    assert [memory("lohan", "1B", tokens) for tokens in (256, 512, 4096)] == [
+        3_200_000_000,
+        2_700_000_000,
+        2_700_000_000,
+    ]
+    assert memory("lohan", "250M", 256) == memory("lohan", "250M", 4096)
+    assert memory("deepspeed-nvme", "1B", 256) is None
+
+
 def test_tokens_that_are_no_whole_sequences_are_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         bench.main(["--tokens", "700"])

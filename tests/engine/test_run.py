@@ -19,6 +19,8 @@ from torch import nn
 
 from lohan.engine.devices import VirtualOptions
 from lohan.engine.engine import Engine
+from lohan.engine.lanes import Lanes
+from lohan.engine.pools import Pool
 from lohan.engine.run import open_run
 from lohan.errors import ConfigError, LohanError, ModelError, NonFinite, PlanInfeasible
 from lohan.optim import LossScale, Updater
@@ -122,6 +124,21 @@ def test_updates_let_into_a_blocks_backward_change_no_bit(zoo_folder, folder_in_
     assert difference is None
     if paths[-1] == "native":  # where there is no compiler nothing is let in
         assert sum(within for within, _ in updates) > len(updates) / 10
+
+
+@pytest.mark.parametrize("why", ["room for state", "a loss scale", "no native kernel", "memory of its own"])
+def test_nothing_is_let_in_where_it_does_not_pay_or_needs_memory(zoo_folder, tmp_path, monkeypatch, why):
+    inside = []
+    monkeypatch.setattr(Lanes, "serve_ready", lambda lanes: inside.append(1))
+    changes = {"wire_dtype": "fp16"} if why == "a loss scale" else {}
+    if why == "no native kernel":
+        monkeypatch.setattr(Updater, "path", "torch: no compiler")
+    if why == "memory of its own":
+        changes = {"device": "virtual"}
+    monkeypatch.setattr(Pool, "is_exhausted", lambda pool: why != "room for state")
+    with open_run(**options(zoo_folder("llama"), tmp_path / "run", keep_nothing_in_memory=True, **changes)) as run:
+        run.step(parity.batches(1, 2)[0])
+    assert not inside
 
 
 def test_a_step_inside_no_grad_and_autocast_is_the_same_step(zoo_folder, tmp_path):

@@ -5,7 +5,7 @@ lane is free. The drives' lanes only issue: several operations are under way at 
 reads and writes side by side, and slower where too few are under way. Reading needs a slab of its pool and waits for
 one; evict and the end of a write give slabs back. What a later call puts on the lanes starts after the clip of the step
 before, as run.step() does. Without separate memory compute and update take turns; an update that can run goes first;
-where no slab is left for state it even goes into a block's backward, which stands still meanwhile.
+while no slab is free for state it even goes into a block's backward, which stands still meanwhile.
 
 Between two events every rate is constant, so time advances from one end of an operation to the next. The loop keeps
 plain lists and integers: 100,000 operations take about a second.
@@ -122,7 +122,7 @@ def simulate(
     singles = _singles(machine)
     members = [tuple(server for server in range(NUM_SERVERS) if busy >> server & 1) for busy in range(1 << NUM_SERVERS)]
     turns = 0 if machine.separate_memory else 1 << GPU | 1 << CPU
-    lets_in = [op.key.kind == "backward" for op in ops]
+    lets_in = [op.key.kind == "backward" and model.units[op.key.unit].kind == "block" for op in ops]
     # A plan without slabs for activations on their way has not counted them.
     free = [plan.weights_slabs, plan.state_slabs, plan.gradient_slabs, plan.transit_slabs or len(ops)]
     start, service, end = [0.0] * len(ops), [0.0] * len(ops), [0.0] * len(ops)
